@@ -1,0 +1,261 @@
+"""Finding, reading and merging configuration files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from lifeboat_cache.config.paths import CONFIG_FILE_NAME, ENV_CONFIG, ENV_SALT, Places
+from lifeboat_cache.config.problems import describe_problems, nearest
+from lifeboat_cache.config.schema import Config
+from lifeboat_cache.config.yamlfile import Document, Location, key_path, read_yaml
+from lifeboat_cache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["LoadedConfig", "load_config", "preset_names", "preset_path"]
+
+_PRESETS = Path(__file__).with_name("presets")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A valid configuration and where it came from.
+
+    Attributes
+    ----------
+    config
+        The effective values.
+    source
+        For people: which file was used and why, and what it extends.
+    files
+        Every file that was read, the extending one before the one it extends.
+    home
+        The absolute home directory.
+    origins
+        The file and line, or the environment variable, of every key that is not
+        at its default: ``{"engine.io_workers": "/etc/lifeboat.yaml:7"}``.
+    """
+
+    config: Config
+    source: str
+    files: tuple[Path, ...]
+    home: Path
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the presets that this version has, sorted."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
+
+
+def preset_path(name: str) -> Path:
+    """Return the file of the preset ``name``.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such preset.
+    """
+    names = preset_names()
+    if name not in names:
+        near = nearest(name, names)
+        hint = f"Did you mean '{near}'? " if near else ""
+        raise ConfigError(
+            f"there is no preset {name!r}. {hint}Use one of: {', '.join(names)}; "
+            "or name a file, ending in .yaml."
+        )
+    return _PRESETS / f"{name}.yaml"
+
+
+def load_config(path: Path | None = None, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """Load the configuration.
+
+    The file is the first of: ``path``; ``$LIFEBOAT_CACHE_CONFIG``; ``lifeboat.yaml``
+    in the home directory, if there is one. Without a file the defaults apply.
+
+    Parameters
+    ----------
+    path
+        A file that the caller was told to use, for example by ``--config``.
+    environ
+        The environment variables, by default those of this process.
+
+    Raises
+    ------
+    ConfigError
+        If a named file is missing, or a file or value cannot be used. The message
+        names file, line, key, value and what is allowed, for every problem found.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        places = Places.current(environ)
+    except ValueError as error:
+        raise ConfigError(
+            f"LIFEBOAT_CACHE_HOME: {error}. Set it to an absolute path, or unset it."
+        ) from None
+    found = _find(path, places)
+    if found is None:
+        default = places.home / CONFIG_FILE_NAME
+        return _validated({}, {}, f"built-in defaults (there is no {default})", (), places)
+    main, why = found
+    merged, chain = _read_chain(main, places)
+    source = f"{main} ({why})"
+    if len(chain) > 1:
+        source += ", extends " + ", which extends ".join(_called(file) for file in chain[1:])
+    return _validated(merged.data, merged.origins, source, tuple(chain), places)
+
+
+@dataclass
+class _Merged:
+    data: dict[str, Any]
+    origins: dict[Location, str]
+
+
+def _find(path: Path | None, places: Places) -> tuple[Path, str] | None:
+    named = places.environ.get(ENV_CONFIG)
+    for text, why in ((path, "--config"), (named, f"${ENV_CONFIG}")):
+        if not text:
+            continue
+        try:
+            file = Path(os.path.abspath(places.expand(str(text))))
+        except ValueError as error:
+            raise ConfigError(f"{why}: {error}. Name a configuration file.") from None
+        if not file.exists():
+            raise ConfigError(
+                f"{file}: there is no such file, but {why} names it. "
+                "Correct the path, or make the file with: lifeboat-cache init --path " + str(file)
+            )
+        return file, why
+    home_file = places.home / CONFIG_FILE_NAME
+    # lexists: a link that leads nowhere is a mistake to report, not an absent file.
+    return (home_file, "home directory") if os.path.lexists(home_file) else None
+
+
+def _called(file: Path) -> str:
+    return f"preset {file.stem}" if file.parent == _PRESETS else str(file)
+
+
+def _read_chain(main: Path, places: Places) -> tuple[_Merged, list[Path]]:
+    chain: list[Path] = []
+    documents: list[tuple[Path, Document]] = []
+    file: Path | None = main
+    while file is not None:
+        document = read_yaml(file)
+        chain.append(file)
+        documents.append((file, document))
+        file = _extended(file, document, places)
+        if file is not None and any(_same(file, earlier) for earlier in chain):
+            steps = " -> ".join(_called(step) for step in (*chain, file))
+            raise ConfigError(
+                f"{chain[-1]}: extends goes round in a circle: {steps}. Remove one of the steps."
+            )
+    merged = _Merged({}, {})
+    for file, document in reversed(documents):
+        _overlay(merged, document, file)
+    return merged, chain
+
+
+def _same(a: Path, b: Path) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b)
+
+
+def _extended(file: Path, document: Document, places: Places) -> Path | None:
+    value = document.data.pop("extends", None)
+    if value is None:
+        return None
+    where = f"{file}:{document.lines[('extends',)]}: extends"
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: {value!r} is not a name. Name one preset or one file.")
+    if "/" not in value and not value.endswith((".yaml", ".yml")):
+        try:
+            return preset_path(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    try:
+        base = Path(os.path.abspath(file.parent / places.expand(value)))
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}. Name a preset or a file.") from None
+    if not base.exists():
+        raise ConfigError(f"{where}: there is no file {base}. Correct the path.")
+    return base
+
+
+def _overlay(merged: _Merged, document: Document, file: Path) -> None:
+    origins = {location: f"{file}:{line}" for location, line in document.lines.items()}
+    merged.data = _merge(merged, merged.data, document.data, origins, ())
+
+
+def _merge(
+    merged: _Merged,
+    below: dict[str, Any],
+    above: dict[str, Any],
+    origins: Mapping[Location, str],
+    location: Location,
+) -> dict[str, Any]:
+    """Lay ``above`` over ``below``: mappings merge, everything else replaces."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = (*location, key)
+        if value is None and result.get(key) is not None:
+            # A key without a value says nothing.
+            continue
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            merged.origins[inner] = origins[inner]
+            result[key] = _merge(merged, result[key], value, origins, inner)
+            continue
+        depth = len(inner)
+        for old in [old for old in merged.origins if old[:depth] == inner]:
+            del merged.origins[old]
+        merged.origins.update((at, text) for at, text in origins.items() if at[:depth] == inner)
+        result[key] = value
+    return result
+
+
+def _validated(
+    data: dict[str, Any],
+    origins: dict[Location, str],
+    source: str,
+    files: tuple[Path, ...],
+    places: Places,
+) -> LoadedConfig:
+    salt = places.environ.get(ENV_SALT)
+    security = data.get("security")
+    if salt and (security is None or isinstance(security, dict)):
+        data = {**data, "security": {**(security or {}), "namespace_salt": salt}}
+        origins = {**origins, ("security", "namespace_salt"): f"${ENV_SALT}"}
+
+    def where(location: Location) -> str:
+        for depth in range(len(location), 0, -1):
+            if location[:depth] in origins:
+                return origins[location[:depth]]
+        return str(files[0]) if files else "built-in defaults"
+
+    try:
+        config = Config.model_validate(data, context=places)
+    except ValidationError as error:
+        # Without its input: the exception would keep a secret in a traceback.
+        problems = describe_problems(error.errors(include_url=False), where)
+    else:
+        shown = {
+            key_path(location): text
+            for location, text in origins.items()
+            if _is_leaf(data, location)
+        }
+        return LoadedConfig(config, source, files, places.home, shown)
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    raise ConfigError(f"{len(problems)} problems in the configuration:{lines}")
+
+
+def _is_leaf(data: dict[str, Any], location: Location) -> bool:
+    value: Any = data
+    for part in location:
+        value = value[part]
+    return value is not None and not isinstance(value, (dict, list))

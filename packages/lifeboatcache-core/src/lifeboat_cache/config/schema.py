@@ -1,0 +1,408 @@
+"""The configuration schema.
+
+Each key carries its unit, what it allows, an example and its description. Error
+messages, ``lifeboat-cache init`` and ``docs/configuration.md`` are made from them.
+Values keep the unit their name ends in; properties give bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    model_validator,
+)
+
+from lifeboat_cache.config.paths import Places
+from lifeboat_cache.config.units import (
+    DURATION_EXAMPLES,
+    SIZE_EXAMPLES,
+    parse_duration,
+    parse_size,
+)
+
+__all__ = [
+    "FALLBACK_NAME",
+    "Config",
+    "Engine",
+    "FallbackLocal",
+    "Key",
+    "Section",
+    "Security",
+    "SettingError",
+    "Storage",
+    "Tier",
+]
+
+#: The name under which ``storage.fallback_local`` shows among the tiers.
+FALLBACK_NAME = "fallback_local"
+
+_MAX_GB = 1_000_000
+_MAX_WAIT_S = 600
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key takes, for people.
+
+    Attributes
+    ----------
+    allowed
+        The values it accepts.
+    example
+        One of them, as written in YAML.
+    unit
+        The unit of a plain number, or empty.
+    restart
+        Whether a change is only seen by engines started afterwards.
+    secret
+        Whether the value must never be shown.
+    """
+
+    allowed: str
+    example: str
+    unit: str = ""
+    restart: bool = True
+    secret: bool = False
+
+
+class SettingError(ValueError):
+    """A problem that a section finds in one of its keys.
+
+    Attributes
+    ----------
+    path
+        The key, from the section that raises.
+    """
+
+    def __init__(self, path: tuple[str | int, ...], message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def _gigabytes(value: object) -> object:
+    if isinstance(value, str):
+        gigabytes = parse_size(value, plain=10**9) / 1e9
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        gigabytes = float(value) if abs(value) < 1e300 else math.inf
+    else:
+        raise ValueError(f"{value!r} is not a size")
+    if gigabytes > _MAX_GB:
+        raise ValueError(
+            f"{value!r} is more than {_MAX_GB:,} GB: a plain number is in GB, "
+            f"other units are written out ({SIZE_EXAMPLES})"
+        )
+    return gigabytes
+
+
+def _seconds(value: object) -> object:
+    if isinstance(value, str):
+        return parse_duration(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if abs(value) < 1e300 else math.inf
+    raise ValueError(f"{value!r} is not a duration")
+
+
+def _switch(value: object) -> object:
+    # YAML reads a bare on or off as a truth value.
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value
+
+
+def _path(value: object, info: ValidationInfo) -> object:
+    if not isinstance(value, (str, Path)):
+        raise ValueError(f"{value!r} is not a path")
+    places = info.context if isinstance(info.context, Places) else Places.current()
+    path = places.expand(str(value))
+    if not path.is_absolute():
+        raise ValueError(
+            f"{str(value)!r} is relative, and engines start in different directories: "
+            "write an absolute path, or start it with $LIFEBOAT_CACHE_HOME or ~"
+        )
+    return path
+
+
+def _items(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_SIZE_ALLOWED = f"a number of GB (10^9 bytes) up to {_MAX_GB:,}, or a size with a unit"
+
+_Capacity = Annotated[
+    float,
+    BeforeValidator(_gigabytes),
+    Field(gt=0, allow_inf_nan=False),
+    Key(allowed=f"more than 0: {_SIZE_ALLOWED} ({SIZE_EXAMPLES})", example="200G", unit="GB"),
+]
+_Reserve = Annotated[
+    float,
+    BeforeValidator(_gigabytes),
+    Field(ge=0, allow_inf_nan=False),
+    Key(allowed=f"0 or more: {_SIZE_ALLOWED} ({SIZE_EXAMPLES})", example="10G", unit="GB"),
+]
+_Switch = Annotated[bool, Key(allowed="true or false", example="true")]
+_Path = Annotated[
+    Path,
+    BeforeValidator(_path),
+    Key(
+        allowed="an absolute path; ~, $NAME and ${NAME} are expanded",
+        example="/mnt/nvme/lifeboat",
+    ),
+]
+
+
+class Section(BaseModel):
+    """A mapping in the configuration file: unknown keys are refused, values are fixed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: object) -> object:
+        """Take a known key without a value as absent, and an absent section as empty.
+
+        The sections are made here instead of by a default factory, so that their
+        own defaults are validated with the context of this validation.
+        """
+        if not isinstance(data, dict):
+            return data
+        known = cls.model_fields
+        kept: dict[Any, Any] = {k: v for k, v in data.items() if v is not None or k not in known}
+        for name, field in known.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                kept.setdefault(name, {})
+        return kept
+
+
+class Tier(Section):
+    """One place to keep KV in."""
+
+    name: Annotated[
+        str,
+        Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$"),
+        Key(
+            allowed="up to 64 lower-case letters, digits, '_', '-' and '.', "
+            f"starting with a letter or digit; unique; not '{FALLBACK_NAME}'",
+            example="nvme",
+        ),
+    ] = Field(description="How the tier is called in logs, metrics and commands.")
+    type: Annotated[
+        Literal["filesystem"],
+        Key(allowed="filesystem (the only type of this version)", example="filesystem"),
+    ] = Field(description="What kind of storage the tier is. `filesystem`: a directory.")
+    enabled: _Switch = Field(
+        default=True, description="Whether the tier is used. Its data stays where it is."
+    )
+    path: _Path = Field(description="The directory. Made on first use, readable by its owner only.")
+    capacity_gb: _Capacity | None = Field(
+        default=None,
+        description="The most that all engines together keep here. Without it only "
+        "`min_free_gb` limits the store.",
+    )
+    min_free_gb: _Reserve = Field(
+        default=10.0,
+        description="Free space that is left on the file system for others. "
+        "Below it nothing more is stored.",
+    )
+    direct_io: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(_switch),
+        Key(allowed="auto, on or off", example="auto"),
+    ] = Field(
+        default="auto",
+        description="Whether the page cache is bypassed (O_DIRECT). `auto`: where the file "
+        "system takes it. `on`: a file system that does not take it makes the tier unusable.",
+    )
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The capacity in bytes, or None for no limit of its own."""
+        return None if self.capacity_gb is None else round(self.capacity_gb * 1e9)
+
+    @property
+    def min_free_bytes(self) -> int:
+        """The free-space reserve in bytes."""
+        return round(self.min_free_gb * 1e9)
+
+
+class FallbackLocal(Section):
+    """The directory used when no tier is usable."""
+
+    enabled: _Switch = Field(
+        default=True,
+        description="Whether KV is kept here when no tier is usable. With no tier configured "
+        "this is the store.",
+    )
+    path: _Path = Field(
+        # The type is what it becomes: defaults pass through the validator too.
+        default=Path("$LIFEBOAT_CACHE_HOME/kv"),
+        description="The directory, on a local disk.",
+    )
+    capacity_gb: _Capacity = Field(
+        default=50.0, description="The most that all engines together keep here."
+    )
+    min_free_gb: _Reserve = Field(
+        default=10.0,
+        description="Free space that is left on the file system for others. "
+        "Below it nothing more is stored.",
+    )
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The capacity in bytes."""
+        return round(self.capacity_gb * 1e9)
+
+    @property
+    def min_free_bytes(self) -> int:
+        """The free-space reserve in bytes."""
+        return round(self.min_free_gb * 1e9)
+
+    def as_tier(self) -> Tier:
+        """Return the fallback in the shape of a tier, named ``fallback_local``."""
+        return Tier.model_construct(
+            name=FALLBACK_NAME,
+            type="filesystem",
+            enabled=self.enabled,
+            path=self.path,
+            capacity_gb=self.capacity_gb,
+            min_free_gb=self.min_free_gb,
+            direct_io="auto",
+        )
+
+
+class Storage(Section):
+    """Where KV is kept: tiers are tried in order, the first usable one takes everything."""
+
+    tiers: Annotated[
+        tuple[Tier, ...],
+        BeforeValidator(_items),
+        Key(allowed="a list of tiers", example="[]"),
+    ] = Field(default=(), description="The tiers, the preferred one first.")
+    fallback_local: FallbackLocal
+
+    @property
+    def places(self) -> tuple[Tier, ...]:
+        """The enabled tiers in order, then the fallback if it is enabled."""
+        tiers = tuple(tier for tier in self.tiers if tier.enabled)
+        return (*tiers, self.fallback_local.as_tier()) if self.fallback_local.enabled else tiers
+
+    @model_validator(mode="after")
+    def _check(self) -> Storage:
+        names: dict[str, int] = {}
+        paths: dict[Path, int] = {}
+        for index, tier in enumerate(self.tiers):
+            if tier.name == FALLBACK_NAME:
+                raise SettingError(
+                    ("tiers", index, "name"),
+                    f"{tier.name!r} is the name of storage.{FALLBACK_NAME}: "
+                    "give the tier another name",
+                )
+            if tier.name in names:
+                raise SettingError(
+                    ("tiers", index, "name"),
+                    f"{tier.name!r} is the name of storage.tiers[{names[tier.name]}] too: "
+                    "give each tier a name of its own",
+                )
+            if tier.path in paths:
+                raise SettingError(
+                    ("tiers", index, "path"),
+                    f"'{tier.path}' is the path of storage.tiers[{paths[tier.path]}] too: "
+                    "give each tier a directory of its own",
+                )
+            names[tier.name] = paths[tier.path] = index
+        if not self.places:
+            raise SettingError(
+                ("fallback_local", "enabled"),
+                "nothing could be stored: no tier is enabled and the fallback is off; "
+                "enable one of them (LIFEBOAT_CACHE=0 switches LifeboatCache off)",
+            )
+        return self
+
+
+class Engine(Section):
+    """How an engine uses the cache."""
+
+    native_cpu_gb: Annotated[
+        float,
+        BeforeValidator(_gigabytes),
+        Field(gt=0, allow_inf_nan=False),
+        Key(allowed=f"more than 0: {_SIZE_ALLOWED} ({SIZE_EXAMPLES})", example="20G", unit="GB"),
+    ] = Field(
+        default=20.0,
+        description="Memory for vLLM's CPU tier, through which blocks pass on their way to and "
+        "from storage, for all data-parallel ranks on this host together. Less is taken when "
+        "/dev/shm or the memory left is smaller.",
+    )
+    native_block_tokens: Annotated[
+        int,
+        Field(ge=1, le=65536),
+        Key(allowed="a whole number from 1 to 65536", example="256", unit="tokens"),
+    ] = Field(
+        default=256,
+        description="Tokens per stored block, rounded to a multiple of the engine's own block. "
+        "Larger blocks mean fewer lookups; only whole blocks are restored.",
+    )
+    native_promotion_wait_s: Annotated[
+        float,
+        BeforeValidator(_seconds),
+        Field(ge=0, le=_MAX_WAIT_S, allow_inf_nan=False),
+        Key(
+            allowed=f"0 to {_MAX_WAIT_S}: a number of seconds, or a duration with a unit "
+            f"({DURATION_EXAMPLES})",
+            example="5s",
+            unit="s",
+        ),
+    ] = Field(
+        default=5.0,
+        description="How long a request waits at most for the store to become ready (model "
+        "identified, index read) before its blocks count as missing.",
+    )
+    io_workers: Annotated[
+        int,
+        Field(ge=1, le=64),
+        Key(allowed="a whole number from 1 to 64", example="8", unit="threads"),
+    ] = Field(
+        default=8,
+        description="The most threads that read and write storage in one engine process.",
+    )
+
+    @property
+    def native_cpu_bytes(self) -> int:
+        """Bytes of vLLM's CPU tier on this host."""
+        return round(self.native_cpu_gb * 1e9)
+
+
+class Security(Section):
+    """Who may share KV."""
+
+    namespace_salt: Annotated[
+        SecretStr,
+        Key(allowed="text (put it in quotes)", example='"..."', secret=True),
+    ] = Field(
+        default=SecretStr(""),
+        description="Engines share stored KV only if their salts are equal. Shown masked and "
+        "never logged. The environment variable `LIFEBOAT_CACHE_NAMESPACE_SALT` overrides it.",
+    )
+
+    @property
+    def salt_bytes(self) -> bytes:
+        """The salt in UTF-8, empty if there is none."""
+        return self.namespace_salt.get_secret_value().encode()
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    storage: Storage
+    engine: Engine
+    security: Security
