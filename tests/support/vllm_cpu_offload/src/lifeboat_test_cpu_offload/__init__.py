@@ -1,0 +1,1 @@
+"""Test only: vLLM's native KV offloading on a machine without an accelerator."""

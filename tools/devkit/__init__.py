@@ -1,0 +1,1 @@
+"""What ``tools/dev.py`` is made of: environments, the model, checks, the demonstration."""

@@ -1,0 +1,251 @@
+"""The demonstration: one long prompt, before and after a restart of a real server."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from devkit import recipes
+from devkit.model import make_model
+from devkit.places import SUPPORT, dev_home
+from devkit.shell import DevError, locked, note
+
+sys.path.insert(0, str(SUPPORT))
+
+from long_prompt import long_prompt
+from vllm_server import Completion, ServerError, VllmServer
+
+__all__ = ["TIERS", "run_demo"]
+
+TIERS = ("fs", "lifeboat")
+_CPU_TIER_BYTES = 512 << 20
+_MIN_PROMPT_TOKENS = 4_000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What the demonstration measured; the fields are the keys of ``--json``."""
+
+    prompt_tokens: int
+    cold_s: float
+    restart_without_s: float
+    restart_with_s: float
+    restored_tokens: int
+    same_text: bool
+    disk_bytes: int
+
+
+class _Stage:
+    """Where the demonstration runs: interpreter, model, and a directory of its own."""
+
+    def __init__(self, tier: str) -> None:
+        self.python = recipes.vllm().make()
+        self.model = make_model()
+        self.tier = tier
+        self.home = dev_home() / "demo" / tier
+        self.store = self.home / "kv"
+
+    def clear(self) -> None:
+        shutil.rmtree(self.home, ignore_errors=True)
+        self.home.mkdir(parents=True, mode=0o700)
+
+    def server(self, name: str, *, cached: bool) -> VllmServer:
+        """Describe a server, with or without a cache on disk."""
+        args: list[str] = []
+        env: dict[str, str] = {}
+        if cached and self.tier == "lifeboat":
+            env = {"LIFEBOAT_CACHE": "1", "LIFEBOAT_CACHE_HOME": str(self.home)}
+        elif cached:
+            args = ["--kv-transfer-config", json.dumps(_fs_tier(self.store))]
+        return VllmServer(
+            self.model, log=self.home / f"{name}.log", python=self.python, args=args, env=env
+        )
+
+
+def _fs_tier(root: Path) -> dict[str, object]:
+    """Return the configuration of vLLM's own filesystem tier."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": _CPU_TIER_BYTES,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+        },
+    }
+
+
+def run_demo(tier: str, *, as_json: bool) -> int:
+    """Run the demonstration and print its result.
+
+    Parameters
+    ----------
+    tier
+        ``lifeboat``, or ``fs`` for vLLM's own filesystem tier.
+    as_json
+        Print one JSON object instead of a table.
+
+    Returns
+    -------
+    int
+        0 when the restored text is right and something was restored, else 1.
+
+    Raises
+    ------
+    DevError
+        When a server fails.
+    """
+    stage = _Stage(tier)
+    # One at a time: two would share the directory and slow each other down.
+    with locked(stage.home.with_name("demo.lock")):
+        stage.clear()
+        try:
+            result = _measure(stage)
+        except ServerError as error:
+            msg = f"{error}\nthe servers' logs are in {stage.home}"
+            raise DevError(msg) from error
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result)), flush=True)
+    else:
+        print(_table(result, stage), flush=True)
+    return 0 if result.same_text and result.restored_tokens else 1
+
+
+def _measure(stage: _Stage) -> _Result:
+    prompt = long_prompt()
+
+    note("1 of 3: a server with the cache; the prompt is new to it, then repeated")
+    with stage.server("first", cached=True) as server:
+        _warm_up(server)
+        cold = server.complete(prompt)
+        repeat = server.complete(prompt)
+        _wait_until_stored(stage.store)
+        server.stop(signal.SIGINT)
+    if cold.prompt_tokens < _MIN_PROMPT_TOKENS:
+        msg = f"the prompt has only {cold.prompt_tokens} tokens; raise the days of long_prompt()"
+        raise DevError(msg)
+    if not repeat.text.strip():
+        msg = "the model answered nothing, so no text can be compared; see first.log"
+        raise DevError(msg)
+    disk_bytes = _bytes_below(stage.store)
+
+    note("2 of 3: restarted without the cache")
+    with stage.server("without", cached=False) as server:
+        _warm_up(server)
+        without = server.complete(prompt)
+        server.stop(signal.SIGINT)
+
+    note("3 of 3: restarted with the cache; the stored files are dropped from the page cache")
+    _forget_pages(stage.store)
+    with stage.server("with", cached=True) as server:
+        _warm_up(server)
+        restored, restored_tokens = _complete_counting_restored(server, prompt)
+        server.stop(signal.SIGINT)
+
+    return _Result(
+        prompt_tokens=cold.prompt_tokens,
+        cold_s=round(cold.first_token_s, 3),
+        restart_without_s=round(without.first_token_s, 3),
+        restart_with_s=round(restored.first_token_s, 3),
+        restored_tokens=restored_tokens,
+        same_text=restored.text == repeat.text,
+        disk_bytes=disk_bytes,
+    )
+
+
+def _warm_up(server: VllmServer) -> None:
+    """Let the server do what it does only once, with a prompt that shares nothing."""
+    server.complete("Count to three.", max_tokens=4)
+
+
+def _complete_counting_restored(server: VllmServer, prompt: str) -> tuple[Completion, int]:
+    """Complete a prompt and return how many of its tokens came from the connector."""
+    counter = "vllm:external_prefix_cache_hits_total"
+    before = server.metric(counter)
+    completion = server.complete(prompt)
+    return completion, int(server.metric(counter) - before)
+
+
+def _wait_until_stored(store: Path, *, quiet_s: float = 1.0, timeout_s: float = 60.0) -> None:
+    """Wait until nothing more is written: storing goes on behind the answers."""
+    deadline = time.monotonic() + timeout_s
+    size, since = -1, time.monotonic()
+    while time.monotonic() < deadline:
+        now = _bytes_below(store)
+        if now != size:
+            size, since = now, time.monotonic()
+        elif size and time.monotonic() - since >= quiet_s:
+            return
+        time.sleep(0.1)
+    if size <= 0:
+        msg = f"nothing was stored in {store} within {timeout_s:.0f} s; see first.log beside it"
+        raise DevError(msg)
+
+
+def _bytes_below(directory: Path) -> int:
+    """Return the bytes that the files of a directory occupy on disk."""
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # a temporary file that got its name meanwhile
+            continue
+        if not path.is_dir():
+            total += status.st_blocks * 512
+    return total
+
+
+def _forget_pages(directory: Path) -> None:
+    """Drop the files from the page cache, so that they are read from the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)  # only clean pages can be dropped
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)
+
+
+def _table(result: _Result, stage: _Stage) -> str:
+    name = "LifeboatCache" if stage.tier == "lifeboat" else "vLLM's fs tier"
+    text = "same as the repeat" if result.same_text else "DIFFERENT from the repeat"
+    rows = [
+        ("", "first token", "restored", "text"),
+        ("cold", f"{result.cold_s:.2f} s", "", ""),
+        (f"restarted without {name}", f"{result.restart_without_s:.2f} s", "", ""),
+        (
+            f"restarted with {name}",
+            f"{result.restart_with_s:.2f} s",
+            f"{result.restored_tokens:,} tokens",
+            text,
+        ),
+    ]
+    width = max(len(row[0]) for row in rows)
+    body = "\n".join(
+        f"  {row[0]:<{width}}  {row[1]:>11}  {row[2]:>12}   {row[3]}".rstrip() for row in rows
+    )
+    return (
+        f"\nSmolLM2-135M on vLLM's CPU build, one prompt of {result.prompt_tokens:,} tokens:\n\n"
+        f"{body}\n\n"
+        f"  on disk: {result.disk_bytes / 1e6:.1f} MB in {stage.store}\n"
+        "  `repeat`: the same prompt again in the first server, found in its own memory\n\n"
+        f"{_where_next(stage)}"
+    )
+
+
+def _where_next(stage: _Stage) -> str:
+    lines = [f"  the servers' logs     {stage.home}"]
+    if stage.tier == "lifeboat":
+        command = stage.python.with_name("lifeboat-cache")
+        lines += [
+            f"  what is stored        LIFEBOAT_CACHE_HOME={stage.home} {command} ls",
+            f"  is this machine fit   LIFEBOAT_CACHE_HOME={stage.home} {command} doctor",
+            "  with your own model   LIFEBOAT_CACHE=1 vllm serve MODEL",
+        ]
+    lines.append("  everything else       README.md")
+    return "Where to look next:\n" + "\n".join(lines)
