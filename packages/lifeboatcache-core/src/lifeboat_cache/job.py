@@ -1,0 +1,109 @@
+"""Jobs: batches under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.batch import BlockBatch
+from lifeboat_cache.outcome import Outcome
+
+__all__ = ["Job"]
+
+
+class Job:
+    """A batch under way in a block store.
+
+    Attributes
+    ----------
+    kind
+        ``"store"`` or ``"load"``.
+    outcomes
+        uint8 ``(n,)`` of :class:`Outcome`, final once :meth:`done` is true.
+    bytes_moved
+        Payload bytes written or read and verified so far.
+    seconds
+        Time from submission to completion, 0.0 before.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_event",
+        "_lock",
+        "_on_done",
+        "_parts",
+        "bytes_moved",
+        "kind",
+        "outcomes",
+        "seconds",
+        "submitted",
+    )
+
+    def __init__(
+        self,
+        kind: Literal["store", "load"],
+        batch: BlockBatch,
+        on_done: Callable[[Job], None] | None = None,
+    ) -> None:
+        self.kind = kind
+        self._batch: BlockBatch | None = batch
+        self.outcomes: npt.NDArray[np.uint8] = np.zeros(len(batch), dtype=np.uint8)
+        self.bytes_moved = 0
+        self.submitted = time.monotonic()
+        self.seconds = 0.0
+        self._parts = 1
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._on_done = on_done
+
+    @property
+    def batch(self) -> BlockBatch:
+        """The job's blocks; released when the job is done."""
+        if self._batch is None:
+            raise RuntimeError("the job is done and has let go of the caller's memory")
+        return self._batch
+
+    def done(self) -> bool:
+        """Whether every key has its final outcome and no I/O touches the memory."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds (``None``: for ever) until done."""
+        return self._event.wait(timeout)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the job is done and every block is where it should be."""
+        good = (self.outcomes == Outcome.OK) | (self.outcomes == Outcome.PRESENT)
+        return self.done() and bool(good.all())
+
+    def split(self, parts: int) -> None:
+        """Announce how many parts report with :meth:`finish_part`. Before the first does."""
+        self._parts = parts
+
+    def finish_part(self, moved: int = 0) -> bool:
+        """Report one part; true if it was the last one and the job is now done."""
+        with self._lock:
+            self.bytes_moved += moved
+            self._parts -= 1
+            if self._parts:
+                return False
+        self.seconds = time.monotonic() - self.submitted
+        self._batch = None
+        return True
+
+    def publish(self) -> bool:
+        """Wake the waiters and call ``on_done`` (once, by the store).
+
+        Returns whether the job has no ``on_done`` and is to be polled.
+        """
+        self._event.set()
+        if self._on_done is None:
+            return True
+        self._on_done(self)
+        return False

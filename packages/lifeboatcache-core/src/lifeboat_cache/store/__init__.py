@@ -1,0 +1,1 @@
+"""The block store: an index, a target and the workers between them."""

@@ -1,0 +1,750 @@
+"""The block store: what an engine adapter talks to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.batch import BlockBatch
+from lifeboat_cache.checksum import (
+    ALGORITHM_BLAKE3,
+    KNOWN_ALGORITHMS,
+    Binding,
+    payload_checksum,
+)
+from lifeboat_cache.errors import LifeboatError, StoreClosedError
+from lifeboat_cache.format.access import ACCESS
+from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
+from lifeboat_cache.index import Index
+from lifeboat_cache.job import Job
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Lookup, Outcome
+from lifeboat_cache.store.counters import Counters, CounterSnapshot
+from lifeboat_cache.store.workers import WorkerPool
+from lifeboat_cache.targets.base import Place, Target, TargetReader, TargetWriter
+
+__all__ = ["BlockStore", "State"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: Codec id of stored bytes that equal the engine's bytes.
+CODEC_RAW = 0
+
+#: A job is cut into parts of about this many bytes, so that one big job keeps
+#: every worker busy.
+_PART_BYTES = 16 << 20
+
+#: How often other writers' journals are looked at, in seconds.
+_TAIL_S = 2.0
+
+#: How often accesses are written down, in seconds.
+_ACCESS_S = 20.0
+
+#: After a writer could not be started, stores fail for so many seconds.
+_WRITER_RETRY_S = 5.0
+
+#: Default bound of bytes waiting to be written.
+DEFAULT_PENDING_BYTES = 2 << 30
+
+
+#: Blocks of a part (by number in the batch) and the work on them, which returns
+#: the payload bytes moved.
+_Part = tuple[list[int], Callable[[], int]]
+
+
+class State(Enum):
+    """Where a store is in its life."""
+
+    #: The namespace or the target is not known yet.
+    OPENING = "opening"
+    #: Journals are being read; what was found so far is served.
+    RECOVERING = "recovering"
+    #: Everything that was there is known.
+    READY = "ready"
+    #: It stands down: nothing is served or stored.
+    DISABLED = "disabled"
+    CLOSED = "closed"
+
+
+class BlockStore:
+    """Blocks of one namespace on the first usable target.
+
+    Opening, probing, recovery and all I/O happen on threads of the store; no
+    method but :meth:`drain` and :meth:`close` waits for storage.
+
+    Parameters
+    ----------
+    namespace
+        Whose blocks, or a function that finds out (called once, on a background
+        thread; it may read files). If it raises :class:`LifeboatError`, the
+        store stands down.
+    targets
+        Tried in order; the first whose probe succeeds is used.
+    io_workers
+        I/O threads.
+    pending_bytes
+        Stores beyond so many queued bytes are dropped as ``BUSY``.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace | Callable[[], Namespace],
+        targets: Sequence[Target],
+        *,
+        io_workers: int = 8,
+        pending_bytes: int = DEFAULT_PENDING_BYTES,
+    ) -> None:
+        self._find_namespace = namespace
+        self._targets = list(targets)
+        self._index = Index()
+        self._counters = Counters()
+        self._pool = WorkerPool(io_workers)
+        self._pending_limit = pending_bytes
+        self._pending = 0
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._state = State.OPENING
+        self._reason = ""
+        self._namespace: Namespace | None = None
+        self._binding: Binding | None = None
+        self._target: Target | None = None
+        self._reader: TargetReader | None = None
+        self._writer: TargetWriter | None = None
+        self._writer_lock = threading.Lock()
+        self._writer_retry = 0.0
+        self._waiting: list[Job] = []  # stores that came before the target was known
+        self._jobs: set[Job] = set()
+        self._finished: deque[Job] = deque()
+        self._pins: Counter[bytes] = Counter()
+        self._touched: dict[tuple[bytes, int, int], int] = {}
+        self._cancelling = False
+        self._recovered = threading.Event()
+        self._stop = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="lifeboat-store", daemon=True)
+        self._keeper.start()
+
+    # State ------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """Where the store is in its life."""
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        """Why the store stands down, or which targets it had to skip and why."""
+        return self._reason
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """The namespace, once known."""
+        return self._namespace
+
+    @property
+    def target(self) -> Target | None:
+        """The target in use, once known."""
+        return self._target
+
+    def __len__(self) -> int:
+        """Blocks known to be there."""
+        return len(self._index)
+
+    def wait_recovered(self, timeout: float | None = None) -> bool:
+        """Wait until journals have been read (or the store stands down)."""
+        return self._recovered.wait(timeout)
+
+    def counters(self) -> CounterSnapshot:
+        """Totals since the store was opened."""
+        return self._counters.snapshot()
+
+    # Lookups ----------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> npt.NDArray[np.uint8]:
+        """Which blocks are there; answered from memory.
+
+        Parameters
+        ----------
+        keys
+            32-byte block keys.
+        pin
+            Also protect the hits from :meth:`delete` until :meth:`unpin`.
+
+        Returns
+        -------
+        uint8 ``(n,)`` of :class:`Lookup`
+            ``RETRY`` for what is not found while recovery is going on.
+        """
+        state = self._state
+        if state in (State.DISABLED, State.CLOSED):
+            return np.zeros(len(keys), dtype=np.uint8)
+        miss = Lookup.MISS if state is State.READY else Lookup.RETRY
+        if pin:
+            with self._lock:
+                found = self._index.contains(keys)
+                self._pins.update(key for key, hit in zip(keys, found, strict=True) if hit)
+        else:
+            found = self._index.contains(keys)
+        answers = np.where(np.array(found, dtype=bool), np.uint8(Lookup.HIT), np.uint8(miss))
+        self._counters.add(lookups=len(keys), lookup_hits=sum(found))
+        return answers.astype(np.uint8)
+
+    def sizes(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+        """int64 ``(n,)``: payload bytes of each block, -1 if it is not there."""
+        found = self._index.get(keys)
+        return np.array(
+            [-1 if item is None else int(item[1]["raw_length"]) for item in found], dtype=np.int64
+        )
+
+    def layouts(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+        """uint64 ``(n,)``: layout tag of each block, 0 if unknown or not there."""
+        found = self._index.get(keys)
+        return np.array(
+            [0 if item is None else int(item[1]["layout"]) for item in found], dtype=np.uint64
+        )
+
+    def keys(self) -> list[bytes]:
+        """Keys of all blocks known to be there."""
+        return self._index.keys()
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Undo one pin of each key. Never fails."""
+        with self._lock:
+            for key in keys:
+                left = self._pins[key] - 1
+                if left > 0:
+                    self._pins[key] = left
+                else:
+                    del self._pins[key]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Say that a request used these blocks. Tell it *all* blocks of the request."""
+        now = int(time.time())
+        places = self._index.touch(keys, now)
+        with self._lock:
+            for place in places:
+                self._touched[place] = now
+
+    def delete(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Delete blocks, in memory at once and on storage soon after.
+
+        Returns
+        -------
+        bool ``(n,)``
+            False for keys that are pinned or not there.
+        """
+        done = np.zeros(len(keys), dtype=bool)
+        doomed: list[tuple[bytes, Any]] = []
+        for number, item in enumerate(self._index.get(keys)):
+            if item is None:
+                continue
+            writer, entry = item
+            with self._lock:
+                if self._pins.get(keys[number], 0):
+                    continue
+                done[number] = self._index.remove(
+                    keys[number], writer, int(entry["segment"]), int(entry["slot"])
+                )
+            if done[number]:
+                doomed.append((writer, entry))
+        if doomed:
+            self._pool.submit("store", [lambda: self._bury(doomed)])
+        return done
+
+    # Jobs -------------------------------------------------------------------
+
+    def store(self, batch: BlockBatch, on_done: Callable[[Job], None] | None = None) -> Job:
+        """Store blocks. Their memory must not change until the job is done.
+
+        Parameters
+        ----------
+        batch
+            The blocks.
+        on_done
+            Called on an I/O thread when the job is done. Without it the job is
+            handed out by :meth:`poll`.
+
+        Raises
+        ------
+        StoreClosedError
+            If the store is closed.
+        """
+        job = Job("store", batch, on_done)
+        size = int(batch.buffers.sizes().sum())
+        with self._lock:
+            self._admit(job)
+            if self._state is State.DISABLED:
+                refusal: Outcome | None = Outcome.DISABLED
+            elif self._pending and self._pending + size > self._pending_limit:
+                refusal = Outcome.BUSY
+            else:
+                refusal = None
+                self._pending += size
+                if self._state is State.OPENING:
+                    self._waiting.append(job)
+                    return job
+        if refusal is not None:
+            job.outcomes[:] = refusal
+            self._finish(job, 0)
+        else:
+            self._pool.submit("store", [self._planned(job, size)])
+        return job
+
+    def load(self, batch: BlockBatch, on_done: Callable[[Job], None] | None = None) -> Job:
+        """Load blocks into the caller's memory; verified before reported.
+
+        The memory of a block that is not ``OK`` holds anything. See :meth:`store`
+        for ``on_done`` and errors.
+        """
+        job = Job("load", batch, on_done)
+        with self._lock:
+            self._admit(job)
+            disabled = self._reader is None
+        if not batch.buffers.writable:
+            job.outcomes[:] = Outcome.MISMATCH
+            self._finish(job, 0)
+        elif disabled:
+            job.outcomes[:] = Outcome.MISSING
+            self._finish(job, 0)
+        else:
+            self._pool.submit("load", [self._planned(job, 0)])
+        return job
+
+    def poll(self) -> list[Job]:
+        """Jobs without ``on_done`` that are done since the last call."""
+        out = []
+        while self._finished:
+            out.append(self._finished.popleft())
+        return out
+
+    def busy(self) -> bool:
+        """Whether jobs are under way."""
+        return bool(self._jobs)
+
+    def drain(self, timeout: float | None = None, *, cancel: bool = False) -> bool:
+        """Wait until no job is under way.
+
+        Parameters
+        ----------
+        timeout
+            Seconds; ``None`` = as long as it takes.
+        cancel
+            Parts that have not started yet end as ``CANCELLED``.
+
+        Returns
+        -------
+        bool
+            Whether all jobs are done. If false, I/O may still touch their memory.
+        """
+        with self._idle:
+            self._cancelling = cancel
+            waiting = self._waiting if cancel else []
+            if cancel:
+                self._waiting = []
+        for job in waiting:
+            job.outcomes[:] = Outcome.CANCELLED
+            self._finish(job, int(job.batch.buffers.sizes().sum()))
+        with self._idle:
+            done = self._idle.wait_for(lambda: not self._jobs, timeout)
+            self._cancelling = False
+        return done
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Finish queued jobs, write down accesses, let go of all files. Idempotent.
+
+        Parameters
+        ----------
+        timeout
+            Seconds for queued stores; what has not started by then is cancelled.
+            System calls under way are waited for as long again.
+
+        Returns
+        -------
+        bool
+            Whether no I/O touches the callers' memory any more.
+        """
+        with self._lock:
+            if self._state is State.CLOSED:
+                return not self._jobs
+            was = self._state
+            self._state = State.CLOSED
+        self._stop.set()
+        # Stores that still wait for a target would wait for ever now.
+        quiet = self.drain(timeout, cancel=was is State.OPENING)
+        quiet = quiet or self.drain(timeout, cancel=True)
+        self._keeper.join(timeout)
+        self._recovered.set()
+        self._pool.stop()
+        if quiet:
+            self._flush_accesses()
+            for part in (self._writer, self._reader):
+                if part is not None:
+                    part.close()
+        else:
+            _log.warning(
+                "LifeboatCache: storage at %s has not answered for %.0f s; its I/O is left behind",
+                self._target.location if self._target else "?",
+                2 * timeout,
+            )
+        return quiet
+
+    def _admit(self, job: Job) -> None:
+        if self._state is State.CLOSED:
+            raise StoreClosedError("the block store is closed: open a new one")
+        self._jobs.add(job)
+
+    def _finish(self, job: Job, reserved: int) -> None:
+        """The last part of ``job`` is done."""
+        if job.finish_part():
+            self._complete(job, reserved)
+
+    def _complete(self, job: Job, reserved: int) -> None:
+        self._counters.job(job.kind, job.outcomes.tolist(), job.bytes_moved, job.seconds)
+        try:
+            polled = job.publish()
+        except Exception:  # the caller's callback must not leave the job under way
+            _log.exception("LifeboatCache: a completion callback failed")
+            polled = False
+        with self._idle:
+            self._pending -= reserved
+            self._jobs.discard(job)
+            if polled:
+                self._finished.append(job)
+            self._idle.notify_all()
+
+    def _planned(self, job: Job, size: int) -> Callable[[], None]:
+        """A task that cuts a job into parts and queues them."""
+
+        def run() -> None:
+            try:
+                parts = self._plan_store(job) if job.kind == "store" else self._plan_load(job)
+            except Exception:  # a fault of ours: the job fails, the engine goes on
+                _log.exception("LifeboatCache: planning a job failed; please report this")
+                job.outcomes[:] = Outcome.FAILED
+                parts = []
+            if parts:
+                job.split(len(parts))
+                self._pool.submit(job.kind, [self._part(job, *part, size) for part in parts])
+            else:
+                self._finish(job, size)
+
+        return run
+
+    def _part(
+        self, job: Job, numbers: list[int], work: Callable[[], int], size: int
+    ) -> Callable[[], None]:
+        """A task that does one part of a job and reports it, whatever happens."""
+
+        def run() -> None:
+            moved = 0
+            try:
+                if self._cancelling:
+                    job.outcomes[numbers] = Outcome.CANCELLED
+                else:
+                    moved = work()
+            except Exception:  # a fault of ours: the part fails, the engine goes on
+                _log.exception("LifeboatCache: a %s failed; please report this", job.kind)
+                job.outcomes[numbers] = Outcome.FAILED
+            if job.finish_part(moved):
+                self._complete(job, size)
+
+        return run
+
+    # Storing ----------------------------------------------------------------
+
+    def _plan_store(self, job: Job) -> list[_Part]:
+        """Leave out what is there and cut the rest into parts."""
+        batch = job.batch
+        present = self._index.contains(batch.keys)
+        job.outcomes[np.array(present, dtype=bool)] = Outcome.PRESENT
+        wanted = [number for number, there in enumerate(present) if not there]
+        return [
+            (part, partial(self._store_part, job, part))
+            for part in _cut(wanted, batch.buffers.sizes())
+        ]
+
+    def _store_part(self, job: Job, part: list[int]) -> int:
+        writer = self._start_writer()
+        if writer is None:
+            job.outcomes[part] = Outcome.FAILED
+            return 0
+        batch = job.batch
+        entries = self._entries(batch, part)
+        outcomes = writer.append(entries, batch.buffers, part)
+        job.outcomes[part] = outcomes
+        good = np.array(outcomes) == Outcome.OK
+        self._index.insert(writer.writer, entries[good])
+        return int(entries["raw_length"][good].sum())
+
+    def _entries(self, batch: BlockBatch, part: list[int]) -> Entries:
+        binding = self._binding
+        if binding is None:
+            raise RuntimeError("a store part ran before the namespace was known")
+        entries = np.zeros(len(part), dtype=ENTRY)
+        sizes = batch.buffers.sizes()[part]
+        entries["stored_length"] = entries["raw_length"] = sizes
+        entries["layout"] = batch.layout
+        entries["salt"] = batch.salt
+        entries["time"] = int(time.time())
+        entries["codec"] = CODEC_RAW
+        entries["algorithm"] = ALGORITHM_BLAKE3
+        entries["kind"] = KIND_RECORD
+        for name, values in (
+            ("position", batch.positions),
+            ("group", batch.groups),
+            ("family", batch.families),
+            ("parent", batch.parents),
+        ):
+            if values is not None:
+                entries[name] = [values[number] for number in part]
+        for at, number in enumerate(part):
+            key, size = batch.keys[number], int(sizes[at])
+            bound = binding.pack(key, batch.layout, size, size, CODEC_RAW)
+            entries["key"][at] = np.void(key)
+            entries["payload_checksum"][at] = np.void(
+                payload_checksum(bound, batch.buffers.pieces(number))
+            )
+        return entries
+
+    def _start_writer(self) -> TargetWriter | None:
+        """The writer, started at the first store: who only reads leaves no files."""
+        with self._writer_lock:
+            if self._writer is not None:
+                return self._writer
+            target, namespace = self._target, self._namespace
+            if target is None or namespace is None or time.monotonic() < self._writer_retry:
+                return None
+            try:
+                self._writer = target.writer(namespace)
+            except (OSError, LifeboatError) as exc:
+                self._writer_retry = time.monotonic() + _WRITER_RETRY_S
+                _log.warning("LifeboatCache: cannot write to %s: %s", target.location, exc)
+            return self._writer
+
+    # Loading ----------------------------------------------------------------
+
+    def _plan_load(self, job: Job) -> list[_Part]:
+        """Find the records, in the order of their places, and cut them into parts."""
+        batch = job.batch
+        sizes = batch.buffers.sizes()
+        found = self._index.get(batch.keys)
+        wanted: list[int] = []
+        for number, item in enumerate(found):
+            if item is None:
+                job.outcomes[number] = Outcome.MISSING
+                continue
+            entry = item[1]
+            fits = (
+                int(entry["raw_length"]) == int(sizes[number])
+                and int(entry["layout"]) == batch.layout
+                and int(entry["codec"]) == CODEC_RAW
+                and int(entry["stored_length"]) == int(sizes[number])
+                and int(entry["algorithm"]) in KNOWN_ALGORITHMS
+            )
+            if fits:
+                wanted.append(number)
+            else:
+                job.outcomes[number] = Outcome.MISMATCH
+        records: dict[int, tuple[bytes, Any]] = {
+            number: item for number, item in enumerate(found) if item is not None
+        }
+        wanted.sort(
+            key=lambda number: (
+                records[number][0],
+                int(records[number][1]["segment"]),
+                int(records[number][1]["offset"]),
+            )
+        )
+        return [
+            (part, partial(self._load_part, job, part, records)) for part in _cut(wanted, sizes)
+        ]
+
+    def _load_part(self, job: Job, part: list[int], records: dict[int, tuple[bytes, Any]]) -> int:
+        reader, binding = self._reader, self._binding
+        if reader is None or binding is None:
+            raise RuntimeError("a load part ran before the namespace was known")
+        batch = job.batch
+        places = [
+            Place(
+                records[number][0],
+                int(records[number][1]["segment"]),
+                int(records[number][1]["offset"]),
+                int(records[number][1]["stored_length"]),
+            )
+            for number in part
+        ]
+        outcomes = reader.read(places, batch.buffers, part)
+        moved = 0
+        bad: list[tuple[bytes, Any]] = []
+        for at, number in enumerate(part):
+            writer, entry = records[number]
+            if outcomes[at] == Outcome.OK:
+                size = int(entry["raw_length"])
+                bound = binding.pack(
+                    batch.keys[number],
+                    int(entry["layout"]),
+                    size,
+                    int(entry["stored_length"]),
+                    int(entry["codec"]),
+                )
+                checksum = payload_checksum(bound, batch.buffers.pieces(number))
+                if checksum == entry["payload_checksum"].tobytes():
+                    moved += size
+                    continue
+                outcomes[at] = int(Outcome.CORRUPT)
+            # A read that failed is a miss from now on: the block is computed and
+            # stored again, instead of failing for every request to come.
+            self._index.remove(
+                batch.keys[number], writer, int(entry["segment"]), int(entry["slot"])
+            )
+            if outcomes[at] == Outcome.CORRUPT:
+                bad.append((writer, entry))
+        job.outcomes[part] = outcomes
+        if bad:
+            _log.warning(
+                "LifeboatCache: %d corrupt block(s) at %s; dropped, they will be recomputed",
+                len(bad),
+                self._target.location if self._target else "?",
+            )
+            self._bury(bad)
+        return moved
+
+    def _bury(self, records: list[tuple[bytes, Any]]) -> None:
+        """Declare records dead for every process, now and after a restart."""
+        writer = self._start_writer()
+        if writer is None:
+            return
+        tombstones = np.zeros(len(records), dtype=ENTRY)
+        tombstones["kind"] = KIND_TOMBSTONE
+        tombstones["time"] = int(time.time())
+        for at, (owner, entry) in enumerate(records):
+            tombstones["payload_checksum"][at] = np.void(owner)
+            for name in ("key", "segment", "slot"):
+                tombstones[name][at] = entry[name]
+        writer.bury(tombstones)
+
+    # Background -------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Open, recover, then follow other writers and write down accesses."""
+        try:
+            if not self._open() or self._stop.is_set():
+                return
+            started = time.monotonic()
+            self._follow(recovering=True)
+            reader = self._reader
+            if reader is not None:
+                self._index.apply_accesses(reader.accesses())
+            self._counters.add(recovered_blocks=len(self._index))
+            self._counters.add_seconds("recovery", time.monotonic() - started)
+            with self._lock:
+                if self._state is State.RECOVERING:
+                    self._state = State.READY
+            self._recovered.set()
+            flushed = time.monotonic()
+            while not self._stop.wait(_TAIL_S):
+                self._follow(recovering=False)
+                if time.monotonic() - flushed > _ACCESS_S:
+                    flushed = time.monotonic()
+                    self._flush_accesses()
+        except Exception as exc:  # a fault of ours must not leave lookups in RETRY for ever
+            _log.exception("LifeboatCache: the store failed; please report this")
+            self._disable(f"internal error: {exc}")
+        finally:
+            self._recovered.set()
+
+    def _open(self) -> bool:
+        try:
+            found = self._find_namespace
+            namespace = found if isinstance(found, Namespace) else found()
+        except LifeboatError as exc:
+            self._disable(str(exc))
+            return False
+        skipped = []
+        for target in self._targets:
+            try:
+                target.probe()
+                reader = target.reader(namespace)
+            except (OSError, LifeboatError) as exc:
+                skipped.append(f"{target.name}: {exc}")
+                _log.warning("LifeboatCache: target %s is skipped: %s", target.name, exc)
+                continue
+            with self._lock:
+                self._reason = "; ".join(skipped)
+                self._namespace, self._target, self._reader = namespace, target, reader
+                self._binding = Binding(namespace.digest)
+                waiting, self._waiting = self._waiting, []
+                if self._state is State.OPENING:
+                    self._state = State.RECOVERING
+            for job in waiting:
+                size = int(job.batch.buffers.sizes().sum())
+                self._pool.submit("store", [self._planned(job, size)])
+            return True
+        self._disable(
+            "no storage target is usable (" + ("; ".join(skipped) or "none is configured") + "): "
+            "run `lifeboat-cache doctor`"
+        )
+        return False
+
+    def _disable(self, reason: str) -> None:
+        with self._lock:
+            if self._state is not State.CLOSED:
+                self._state = State.DISABLED
+            self._reason = reason
+            waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            size = int(job.batch.buffers.sizes().sum())
+            job.outcomes[:] = Outcome.DISABLED
+            self._finish(job, size)
+        _log.warning("LifeboatCache stands down: %s", reason)
+
+    def _follow(self, *, recovering: bool) -> None:
+        """Take in what other writers have journaled since the last time."""
+        reader = self._reader
+        if reader is None:
+            return
+        own = self._writer.writer if self._writer is not None else None
+        for page in reader.poll(own):
+            self._index.insert(page.writer, page.entries)
+            if page.bad:
+                self._counters.add(bad_entries=page.bad)
+            if self._stop.is_set():
+                return
+            if recovering:
+                time.sleep(0)  # let go of the interpreter between pages
+
+    def _flush_accesses(self) -> None:
+        with self._lock:
+            touched, self._touched = self._touched, {}
+        if not touched:
+            return
+        writer = self._start_writer()
+        if writer is None:
+            return
+        accesses = np.zeros(len(touched), dtype=ACCESS)
+        for at, ((owner, segment, slot), now) in enumerate(touched.items()):
+            accesses["writer"][at] = np.void(owner)
+            accesses["segment"][at], accesses["slot"][at], accesses["time"][at] = segment, slot, now
+        writer.log_access(accesses)
+
+
+def _cut(numbers: list[int], sizes: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Cut a list of blocks into parts of about ``_PART_BYTES``."""
+    parts: list[list[int]] = []
+    total = 0
+    for number in numbers:
+        size = int(sizes[number])
+        if not parts or total + size > _PART_BYTES:
+            parts.append([])
+            total = 0
+        parts[-1].append(number)
+        total += size
+    return parts

@@ -1,0 +1,87 @@
+"""What a block store counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lifeboat_cache.outcome import Outcome
+
+__all__ = ["CounterSnapshot", "Counters"]
+
+
+@dataclass(frozen=True)
+class CounterSnapshot:
+    """Totals since the store was opened.
+
+    Attributes
+    ----------
+    blocks_stored, bytes_stored, store_seconds
+        Blocks written (``PRESENT`` excluded), their payload bytes, time of store jobs.
+    blocks_loaded, bytes_loaded, load_seconds
+        Blocks read and verified, their payload bytes, time of load jobs.
+    store_outcomes, load_outcomes
+        Blocks by name of their :class:`Outcome`, in lower case.
+    lookups, lookup_hits
+        Keys asked for and found.
+    recovered_blocks, recovery_seconds, bad_entries
+        What recovery read, how long it took, journal entries it had to skip.
+    """
+
+    blocks_stored: int = 0
+    bytes_stored: int = 0
+    store_seconds: float = 0.0
+    blocks_loaded: int = 0
+    bytes_loaded: int = 0
+    load_seconds: float = 0.0
+    store_outcomes: dict[str, int] = field(default_factory=dict)
+    load_outcomes: dict[str, int] = field(default_factory=dict)
+    lookups: int = 0
+    lookup_hits: int = 0
+    recovered_blocks: int = 0
+    recovery_seconds: float = 0.0
+    bad_entries: int = 0
+
+
+class Counters:
+    """Mutable counterpart of :class:`CounterSnapshot`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {"store": 0.0, "load": 0.0, "recovery": 0.0}
+        self._outcomes: dict[str, Counter[str]] = {"store": Counter(), "load": Counter()}
+
+    def add(self, **amounts: int) -> None:
+        """Add to whole-number totals by name."""
+        with self._lock:
+            self._numbers.update(amounts)
+
+    def add_seconds(self, kind: str, seconds: float) -> None:
+        """Add to ``store``, ``load`` or ``recovery`` seconds."""
+        with self._lock:
+            self._seconds[kind] += seconds
+
+    def job(self, kind: str, outcomes: list[int], moved: int, seconds: float) -> None:
+        """Account for a finished job."""
+        names = Counter(Outcome(value).name.lower() for value in outcomes)
+        done = names.get("ok", 0)
+        verb = "stored" if kind == "store" else "loaded"
+        with self._lock:
+            self._outcomes[kind].update(names)
+            self._seconds[kind] += seconds
+            self._numbers[f"blocks_{verb}"] += done
+            self._numbers[f"bytes_{verb}"] += moved
+
+    def snapshot(self) -> CounterSnapshot:
+        """The totals now."""
+        with self._lock:
+            return CounterSnapshot(
+                store_seconds=self._seconds["store"],
+                load_seconds=self._seconds["load"],
+                recovery_seconds=self._seconds["recovery"],
+                store_outcomes=dict(self._outcomes["store"]),
+                load_outcomes=dict(self._outcomes["load"]),
+                **self._numbers,
+            )

@@ -1,0 +1,1 @@
+"""Storage targets: where segments and journals live."""

@@ -1,0 +1,270 @@
+"""What a storage target does, apart from how it does it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.format.journal import Entries
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
+
+__all__ = [
+    "JournalPage",
+    "NamespaceInfo",
+    "Place",
+    "PurgeReport",
+    "Target",
+    "TargetReader",
+    "TargetWriter",
+    "Usage",
+    "WriterInfo",
+]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Space on a target, in bytes.
+
+    Attributes
+    ----------
+    used
+        What all writers of the target have allocated together.
+    capacity
+        What they may allocate; ``None`` = only the reserve limits them.
+    free
+        What the filesystem has left.
+    reserve
+        What the filesystem must keep free.
+    """
+
+    used: int
+    capacity: int | None
+    free: int
+    reserve: int
+
+    def refusal(self, wanted: int) -> Outcome | None:
+        """Why ``wanted`` more bytes may not be stored, or ``None`` if they may."""
+        if self.capacity is not None and self.used + wanted > self.capacity:
+            return Outcome.FULL
+        if self.free - wanted < self.reserve:
+            return Outcome.RESERVE
+        return None
+
+
+@dataclass(frozen=True)
+class WriterInfo:
+    """One writer (a process's life) in a namespace; sizes in bytes, times in seconds."""
+
+    writer: str
+    alive: bool
+    owner: str
+    segments: int
+    blocks: int
+    bytes: int
+    created: float
+    last_used: float
+
+
+@dataclass(frozen=True)
+class NamespaceInfo:
+    """What a target holds for one namespace; sizes in bytes, times in seconds."""
+
+    digest: str
+    identity: dict[str, Any]
+    display: dict[str, Any]
+    writers: tuple[WriterInfo, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """Journal entries of all writers, an upper bound of the blocks served."""
+        return sum(writer.blocks for writer in self.writers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated on disk."""
+        return sum(writer.bytes for writer in self.writers)
+
+    @property
+    def created(self) -> float:
+        """When the oldest writer started, 0.0 if there is none."""
+        return min((writer.created for writer in self.writers), default=0.0)
+
+    @property
+    def last_used(self) -> float:
+        """When something was last written or read, 0.0 if unknown."""
+        return max((writer.last_used for writer in self.writers), default=0.0)
+
+
+@dataclass
+class PurgeReport:
+    """What a purge removed (or would remove), and what it left and why."""
+
+    files: int = 0
+    bytes: int = 0
+    blocks: int = 0
+    kept: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class JournalPage:
+    """Entries newly read from one writer's journal.
+
+    Attributes
+    ----------
+    writer
+        The writer's 16-byte identity.
+    entries
+        ``ENTRY`` array of intact entries (records and tombstones) whose payload
+        lies inside an existing segment and is not marked dead.
+    bad
+        Entries skipped because their checksum or their place is wrong.
+    """
+
+    writer: bytes
+    entries: Entries
+    bad: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record's stored bytes lie (``offset`` and ``length`` in bytes)."""
+
+    writer: bytes
+    segment: int
+    offset: int
+    length: int
+
+
+class TargetWriter(ABC):
+    """Appends to one namespace on behalf of one process."""
+
+    #: 16-byte identity of this writer.
+    writer: bytes
+
+    @abstractmethod
+    def append(self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]) -> list[int]:
+        """Write payloads, then their journal entries.
+
+        Parameters
+        ----------
+        entries
+            ``ENTRY`` array ``(n,)`` complete but for ``segment``, ``offset``,
+            ``slot`` and ``checksum``, which are filled in here.
+        buffers
+            The memory of the batch.
+        blocks
+            Which block of ``buffers`` each entry describes.
+
+        Returns
+        -------
+        list of int
+            An :class:`Outcome` for each entry. ``OK`` means that the block
+            survives the death of this process.
+        """
+
+    @abstractmethod
+    def bury(self, entries: Entries) -> None:
+        """Append tombstones, whose kind and places are already set.
+
+        Faults are swallowed: a record that could not be buried is found bad again.
+        """
+
+    @abstractmethod
+    def log_access(self, accesses: Entries) -> None:
+        """Append an ``ACCESS`` array to this process's access log. Faults are swallowed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish and let go of every file. Idempotent."""
+
+
+class TargetReader(ABC):
+    """Reads one namespace: journals while recovering and tailing, payloads for loads."""
+
+    @abstractmethod
+    def poll(self, skip: bytes | None = None) -> Iterator[JournalPage]:
+        """What other writers' journals hold beyond what was read before.
+
+        Parameters
+        ----------
+        skip
+            A writer to leave out (one's own).
+        """
+
+    @abstractmethod
+    def read(
+        self, places: Sequence[Place], buffers: BlockBuffers, blocks: Sequence[int]
+    ) -> list[int]:
+        """Read stored bytes into the caller's memory, unverified.
+
+        Returns an :class:`Outcome` per place: ``OK`` (all bytes are there),
+        ``MISSING`` (file or bytes have gone) or ``FAILED``. Does not return
+        before the last system call on the memory has.
+        """
+
+    @abstractmethod
+    def accesses(self) -> Iterator[Entries]:
+        """``ACCESS`` arrays from all access logs of the namespace."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of every file. Idempotent."""
+
+
+class Target(ABC):
+    """A place that keeps segments and journals."""
+
+    #: Name from the configuration.
+    name: str
+
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """Where it is, for people."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Create what is missing, then write, read back and delete a file.
+
+        Raises
+        ------
+        TargetError
+            If the target cannot be used; the message says why and what to do.
+        """
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """Space now. May scan the target."""
+
+    @abstractmethod
+    def writer(self, namespace: Namespace) -> TargetWriter:
+        """Start a writer; creates the namespace when needed."""
+
+    @abstractmethod
+    def reader(self, namespace: Namespace) -> TargetReader:
+        """Start a reader."""
+
+    @abstractmethod
+    def namespaces(self) -> list[NamespaceInfo]:
+        """What the target holds, oldest first."""
+
+    @abstractmethod
+    def purge(
+        self, digest: str, *, older_than_s: float | None = None, dry_run: bool = False
+    ) -> PurgeReport:
+        """Remove whole segments of dead writers.
+
+        Parameters
+        ----------
+        digest
+            The namespace's full hexadecimal digest.
+        older_than_s
+            Only segments last written more than so many seconds ago.
+        dry_run
+            Only count.
+        """

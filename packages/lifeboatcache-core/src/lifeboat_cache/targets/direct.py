@@ -1,0 +1,91 @@
+"""Vectored file I/O between a file and pieces of memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from lifeboat_cache.errors import TargetError
+from lifeboat_cache.format.header import HEADER_BYTES
+
+__all__ = ["ALIGNMENT", "MAX_PIECES", "read_into", "supports_direct", "write_from"]
+
+#: O_DIRECT wants addresses, lengths and offsets aligned; a page suits every device.
+ALIGNMENT = HEADER_BYTES
+
+#: Linux's UIO_MAXIOV: ``preadv`` and ``pwritev`` take no more pieces.
+MAX_PIECES = 1024
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+def supports_direct(directory: Path, wanted: Literal["auto", "on", "off"]) -> bool:
+    """Whether to open files in ``directory`` with O_DIRECT.
+
+    Raises
+    ------
+    TargetError
+        If ``wanted`` is ``"on"`` and the filesystem refuses.
+    """
+    if wanted == "off":
+        return False
+    path = directory / f".direct.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    reason = "this platform has no O_DIRECT"
+    if O_DIRECT:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            os.close(os.open(path, flags | O_DIRECT, 0o600))
+            return True
+        except OSError as exc:
+            reason = exc.strerror or str(exc)
+        finally:
+            try:
+                os.unlink(path)
+            except OSError:
+                pass
+    if wanted == "on":
+        raise TargetError(
+            errno.EINVAL,
+            f"{directory}: direct_io is on but does not work here ({reason}): "
+            "set direct_io to auto or off",
+        )
+    return False
+
+
+def _advance(pieces: list[memoryview], moved: int) -> list[memoryview]:
+    for number, piece in enumerate(pieces):
+        if moved < piece.nbytes:
+            return [piece[moved:], *pieces[number + 1 :]]
+        moved -= piece.nbytes
+    return []
+
+
+def write_from(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
+    """Write all pieces at ``offset``, through short writes. Raises ``OSError``."""
+    left = list(pieces)
+    while left:
+        moved = os.pwritev(fd, left[:MAX_PIECES], offset)
+        if moved == 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        offset += moved
+        left = _advance(left, moved)
+
+
+def read_into(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Fill the pieces from ``offset``. Raises ``OSError``.
+
+    Returns the bytes read; they are fewer than asked for only at the end of the file.
+    """
+    left = list(pieces)
+    total = 0
+    while left:
+        moved = os.preadv(fd, left[:MAX_PIECES], offset)
+        if moved == 0:
+            break
+        offset += moved
+        total += moved
+        left = _advance(left, moved)
+    return total

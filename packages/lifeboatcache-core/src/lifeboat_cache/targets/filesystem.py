@@ -1,0 +1,415 @@
+"""A directory as a storage target."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Protocol
+
+from lifeboat_cache.errors import FormatError, LifeboatError, NewerFormatError, TargetError
+from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_JOURNAL, FileHeader
+from lifeboat_cache.format.journal import ENTRY_BYTES
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.base import (
+    NamespaceInfo,
+    PurgeReport,
+    Target,
+    TargetReader,
+    TargetWriter,
+    Usage,
+    WriterInfo,
+)
+from lifeboat_cache.targets.direct import supports_direct
+from lifeboat_cache.targets.layout import (
+    DIRECTORY_MODE,
+    check_root,
+    lock_owner,
+    parse_name,
+    segment_name,
+    write_atomically,
+    writer_alive,
+)
+from lifeboat_cache.targets.segment_reader import SegmentReader
+from lifeboat_cache.targets.segment_writer import SegmentWriter
+
+__all__ = ["FilesystemTarget", "TierSettings"]
+
+#: Other writers' use of the directory is measured again after so many seconds.
+_USAGE_AGE_S = 10.0
+
+#: Temporary files older than so many seconds were left by a killed process.
+_STALE_S = 3600.0
+
+
+class TierSettings(Protocol):
+    """The part of a tier's configuration that a filesystem target needs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def capacity_bytes(self) -> int | None: ...
+    @property
+    def min_free_bytes(self) -> int: ...
+    @property
+    def direct_io(self) -> Literal["auto", "on", "off"]: ...
+
+
+class FilesystemTarget(Target):
+    """Segments and journals in a local directory.
+
+    Parameters
+    ----------
+    root
+        The directory; created by :meth:`probe`.
+    name
+        Name for people.
+    capacity
+        Bytes that all writers together may allocate; ``None`` = no limit but the reserve.
+    reserve
+        Bytes that the filesystem must keep free.
+    direct_io
+        ``"auto"``: O_DIRECT where the filesystem takes it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        name: str = "local",
+        capacity: int | None = None,
+        reserve: int = 0,
+        direct_io: Literal["auto", "on", "off"] = "auto",
+    ) -> None:
+        self.name = name
+        self._root = Path(root)
+        self._capacity = capacity
+        self._reserve = reserve
+        self._direct_io: Literal["auto", "on", "off"] = direct_io
+        self._direct: bool | None = None
+        self._lock = threading.Lock()
+        self._measured = -1.0
+        self._used = 0
+
+    @classmethod
+    def from_tier(cls, tier: TierSettings) -> FilesystemTarget:
+        """From a tier of the configuration."""
+        return cls(
+            tier.path,
+            name=tier.name,
+            capacity=tier.capacity_bytes,
+            reserve=tier.min_free_bytes,
+            direct_io=tier.direct_io,
+        )
+
+    @property
+    def location(self) -> str:
+        return str(self._root)
+
+    @property
+    def direct(self) -> bool:
+        """Whether O_DIRECT is used. Found out at the first call.
+
+        Raises
+        ------
+        TargetError
+            If ``direct_io`` is ``"on"`` and does not work here.
+        """
+        if self._direct is None:
+            self._direct = supports_direct(self._root, self._direct_io)
+        return self._direct
+
+    def probe(self) -> None:
+        check_root(self._root, create=True)
+        path = self._root / f".probe.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+        try:
+            payload = os.urandom(HEADER_BYTES)
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(fd, payload, 0)
+                if os.pread(fd, len(payload), 0) != payload:
+                    raise TargetError(
+                        errno.EIO, f"{self._root} does not return what was written: check the disk"
+                    )
+            finally:
+                os.close(fd)
+                os.unlink(path)
+            _ = self.direct
+        except TargetError:
+            raise
+        except OSError as exc:
+            raise TargetError(
+                exc.errno,
+                f"{self._root} is not writable ({exc.strerror}): choose another path, free space, "
+                "or correct its owner and mode",
+            ) from exc
+
+    # Space ------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        used = sum(
+            _allocated(entry) for directory in self._directories() for entry in _entries(directory)
+        )
+        with self._lock:
+            self._used = used
+            self._measured = time.monotonic()
+        return Usage(used, self._capacity, self._free(), self._reserve)
+
+    def _free(self) -> int:
+        try:
+            stat = os.statvfs(self._root)
+        except OSError:
+            return 0
+        return stat.f_bavail * stat.f_frsize
+
+    def _allow(self, wanted: int) -> Outcome | None:
+        """Admit or refuse a write; admitted bytes count at once."""
+        if time.monotonic() - self._measured > _USAGE_AGE_S or self._measured < 0:
+            self.usage()
+        free = self._free()
+        with self._lock:
+            refusal = Usage(self._used, self._capacity, free, self._reserve).refusal(wanted)
+            if refusal is None:
+                self._used += wanted
+        return refusal
+
+    # Namespaces -------------------------------------------------------------
+
+    def writer(self, namespace: Namespace) -> TargetWriter:
+        directory = self._root / namespace.directory
+        document = directory / "namespace.json"
+        try:
+            writer = self._start_writer(directory, namespace)
+        except FileNotFoundError:  # a purge removed the empty directory just now
+            writer = self._start_writer(directory, namespace)
+        # After the writer's lock is there: a purge that empties the directory at
+        # this very moment then leaves it alone or has its document replaced.
+        try:
+            known = Namespace.from_json(document.read_text())
+        except (OSError, FormatError):
+            write_atomically(document, namespace.to_json().encode() + b"\n")
+        else:
+            if known != namespace:
+                writer.close()
+                raise TargetError(
+                    errno.EEXIST,
+                    f"{directory} belongs to another namespace ({known.hex}): move it away",
+                )
+        return writer
+
+    def _start_writer(self, directory: Path, namespace: Namespace) -> SegmentWriter:
+        directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        return SegmentWriter(directory, namespace, direct=self.direct, allowance=self._allow)
+
+    def reader(self, namespace: Namespace) -> TargetReader:
+        return SegmentReader(self._root / namespace.directory, namespace, direct=self.direct)
+
+    def _directories(self) -> list[Path]:
+        try:
+            with os.scandir(self._root) as listing:
+                names = [
+                    entry.name
+                    for entry in listing
+                    if len(entry.name) == 32 and entry.is_dir(follow_symlinks=False)
+                ]
+        except OSError:
+            return []
+        return [self._root / name for name in sorted(names)]
+
+    def namespaces(self) -> list[NamespaceInfo]:
+        if not check_root(self._root, create=False):
+            return []
+        infos = [self._describe(directory) for directory in self._directories()]
+        return sorted(infos, key=lambda info: (info.created, info.digest))
+
+    def _describe(self, directory: Path) -> NamespaceInfo:
+        problems: list[str] = []
+        try:
+            namespace = Namespace.from_json((directory / "namespace.json").read_text())
+            digest, identity = namespace.hex, dict(namespace.identity)
+            display = dict(namespace.display)
+        except (OSError, LifeboatError) as exc:
+            problems.append(f"namespace.json: {exc}")
+            digest, identity, display = directory.name, {}, {}
+        writers: dict[str, list[os.DirEntry[str]]] = {}
+        for entry in _entries(directory):
+            parsed = parse_name(entry.name)
+            if parsed is not None:
+                writers.setdefault(parsed.writer, []).append(entry)
+        described = []
+        for writer, files in sorted(writers.items()):
+            info, problem = _describe_writer(directory, writer, files)
+            described.append(info)
+            if problem:
+                problems.append(problem)
+        return NamespaceInfo(digest, identity, display, tuple(described), tuple(problems))
+
+    def purge(
+        self, digest: str, *, older_than_s: float | None = None, dry_run: bool = False
+    ) -> PurgeReport:
+        report = PurgeReport()
+        if not check_root(self._root, create=False):
+            return report
+        directory = self._root / digest[:32]
+        writers: dict[str, list[os.DirEntry[str]]] = {}
+        for entry in _entries(directory):
+            parsed = parse_name(entry.name)
+            if parsed is not None:
+                writers.setdefault(parsed.writer, []).append(entry)
+        newest = time.time() - older_than_s if older_than_s is not None else None
+        for writer, files in sorted(writers.items()):
+            if writer_alive(directory, writer):
+                owner = lock_owner(directory, writer) or "a process that cannot be probed"
+                report.kept.append((writer, f"in use by {owner}"))
+                continue
+            if any(_newer(Path(entry.path)) for entry in files):
+                report.kept.append((writer, "written by a newer release: use that one to purge"))
+                continue
+            self._purge_writer(directory, writer, files, newest, report, dry_run)
+        if not dry_run and not any(parse_name(e.name) for e in _entries(directory)):
+            _remove_namespace(directory)
+        with self._lock:
+            self._measured = -1.0
+        return report
+
+    def _purge_writer(
+        self,
+        directory: Path,
+        writer: str,
+        files: list[os.DirEntry[str]],
+        newest: float | None,
+        report: PurgeReport,
+        dry_run: bool,
+    ) -> None:
+        kinds = {entry.name: parse_name(entry.name) for entry in files}
+        segments = [e for e in files if (p := kinds[e.name]) is not None and p.kind == "segment"]
+        old = [e for e in segments if newest is None or _mtime(e) <= newest]
+        blocks = _describe_writer(directory, writer, files)[0].blocks
+        if len(old) == len(segments):
+            others = [e for e in files if e not in segments]
+            # The journal first: what it does not name is not served, so that a
+            # purge that is killed half-way leaves nothing half-alive.
+            others.sort(key=lambda e: not e.name.endswith(".journal"))
+            doomed = [*others[:1], *old, *others[1:]]
+            report.blocks += blocks
+        else:
+            doomed = list(old)
+            for entry in old:
+                parsed = kinds[entry.name]
+                if parsed is None:
+                    continue
+                dead = segment_name(writer, parsed.segment, "dead")
+                doomed += [e for e in files if e.name == dead]
+            if segments:
+                report.blocks += blocks * len(old) // len(segments)
+                report.kept.append((writer, "holds newer segments"))
+        for entry in doomed:
+            report.files += 1
+            report.bytes += _allocated(entry)
+            if not dry_run:
+                _unlink(Path(entry.path))
+
+
+def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as listing:
+            yield from list(listing)
+    except OSError:
+        return
+
+
+def _allocated(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _mtime(entry: os.DirEntry[str]) -> float:
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _newer(path: Path) -> bool:
+    """Whether a file of ours was written in a newer format."""
+    if path.suffix == ".lock":
+        return False
+    try:
+        with path.open("rb") as file:
+            FileHeader.unpack(file.read(HEADER_BYTES), MAGIC_JOURNAL, path.name)
+    except NewerFormatError:
+        return True
+    except (OSError, FormatError):
+        return False
+    return False
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        # A process that still has the file open would keep its space otherwise.
+        if path.suffix == ".segment":
+            os.truncate(path, 0)
+        os.unlink(path)
+
+
+def _remove_namespace(directory: Path) -> None:
+    document = directory / "namespace.json"
+    try:
+        text = document.read_bytes()
+        os.unlink(document)
+    except OSError:
+        text = b""
+    for entry in _entries(directory):
+        # A young one may belong to a writer that is just starting.
+        stale = time.time() - _mtime(entry) > _STALE_S
+        if entry.name.startswith(".") and entry.name.endswith(".tmp") and stale:
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
+    try:
+        os.rmdir(directory)
+    except OSError:
+        # A writer has started here in the meantime.
+        if text and directory.exists() and not document.exists():
+            with contextlib.suppress(OSError):
+                write_atomically(document, text)
+
+
+def _describe_writer(
+    directory: Path, writer: str, files: list[os.DirEntry[str]]
+) -> tuple[WriterInfo, str]:
+    problem = ""
+    blocks = segments = size = 0
+    created = last_used = 0.0
+    for entry in files:
+        size += _allocated(entry)
+        last_used = max(last_used, _mtime(entry))
+        if entry.name.endswith(".segment"):
+            segments += 1
+        elif entry.name.endswith(".journal"):
+            try:
+                with open(entry.path, "rb") as file:
+                    header = FileHeader.unpack(file.read(HEADER_BYTES), MAGIC_JOURNAL, entry.name)
+                created = float(header.created)
+                blocks = max(0, os.stat(entry.path).st_size - HEADER_BYTES) // ENTRY_BYTES
+            except (OSError, FormatError) as exc:
+                problem = str(exc)
+    info = WriterInfo(
+        writer,
+        writer_alive(directory, writer),
+        lock_owner(directory, writer),
+        segments,
+        blocks,
+        size,
+        created,
+        last_used,
+    )
+    return info, problem

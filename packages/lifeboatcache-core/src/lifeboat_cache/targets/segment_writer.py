@@ -1,0 +1,259 @@
+"""The appending side of a filesystem target."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.format.access import pack_accesses
+from lifeboat_cache.format.header import (
+    HEADER_BYTES,
+    MAGIC_ACCESS,
+    MAGIC_JOURNAL,
+    MAGIC_SEGMENT,
+    FileHeader,
+)
+from lifeboat_cache.format.journal import ENTRY_BYTES, Entries, seal_entries
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.base import TargetWriter
+from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, write_from
+from lifeboat_cache.targets.layout import (
+    FILE_MODE,
+    WriterLock,
+    new_writer_id,
+    segment_name,
+)
+
+__all__ = ["SEGMENT_AGE_S", "SEGMENT_BYTES", "SegmentWriter"]
+
+#: A segment is sealed once it holds so many bytes …
+SEGMENT_BYTES = 256 << 20
+#: … or is so many seconds old.
+SEGMENT_AGE_S = 3600.0
+
+#: One ``pwritev`` carries about this much: enough to be sequential for the device,
+#: small enough that several workers share a batch.
+_WRITE_BYTES = 16 << 20
+
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def _padded(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+class _Segment:
+    """An open segment. Closed when the last user lets go of the object."""
+
+    __slots__ = ("created", "direct_fd", "fd", "next_slot", "number", "offset", "path")
+
+    def __init__(self, path: Path, number: int, header: bytes, direct: bool) -> None:
+        self.path = path
+        self.number = number
+        self.offset = HEADER_BYTES
+        self.next_slot = 0
+        self.created = time.monotonic()
+        self.direct_fd = -1
+        self.fd = os.open(path, _NEW, FILE_MODE)
+        os.pwrite(self.fd, header, 0)
+        if direct:
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | O_DIRECT
+            with contextlib.suppress(OSError):
+                self.direct_fd = os.open(path, flags)
+
+    def __del__(self) -> None:
+        for fd in (getattr(self, "fd", -1), getattr(self, "direct_fd", -1)):
+            if fd >= 0:
+                os.close(fd)
+
+
+class SegmentWriter(TargetWriter):
+    """Appends records of one namespace to segments of its own.
+
+    Parameters
+    ----------
+    directory
+        The namespace's directory; exists.
+    namespace
+        Whose records they are.
+    direct
+        Whether the filesystem takes O_DIRECT.
+    allowance
+        Asked before each write with the bytes to be allocated; answers with the
+        reason for a refusal or ``None``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        namespace: Namespace,
+        *,
+        direct: bool,
+        allowance: Callable[[int], Outcome | None],
+    ) -> None:
+        self.writer = new_writer_id()
+        self._hex = self.writer.hex()
+        self._directory = directory
+        self._namespace = namespace.digest
+        self._direct = direct
+        self._allowance = allowance
+        self._lock = threading.Lock()  # placement
+        self._journal_lock = threading.Lock()
+        self._segment: _Segment | None = None
+        self._next_segment = 0
+        self._entries = 0
+        self._journal_fd = -1
+        self._access_fd = -1
+        self._closed = False
+        self._alive = WriterLock(directory, self.writer)
+        try:
+            self._journal_fd = self._create(f"{self._hex}.journal", MAGIC_JOURNAL)
+        except BaseException:
+            self._alive.release()
+            raise
+
+    def _header(self, magic: bytes, segment: int = 0) -> bytes:
+        return FileHeader(magic, self._namespace, self.writer, segment, int(time.time())).pack()
+
+    def _create(self, name: str, magic: bytes) -> int:
+        fd = os.open(self._directory / name, _NEW, FILE_MODE)
+        try:
+            os.pwrite(fd, self._header(magic), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def append(self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]) -> list[int]:
+        count = len(blocks)
+        outcomes = [int(Outcome.PENDING)] * count
+        sizes = [_padded(int(size)) for size in entries["stored_length"]]
+        first = 0
+        while first < count:
+            # One run: as many records as fit into one write and one segment.
+            last, total = first, 0
+            while last < count and (last == first or total + sizes[last] <= _WRITE_BYTES):
+                total += sizes[last]
+                last += 1
+            outcome = self._append_run(
+                entries[first:last], buffers, blocks[first:last], sizes[first:last]
+            )
+            outcomes[first:last] = [int(outcome)] * (last - first)
+            first = last
+        return outcomes
+
+    def _append_run(
+        self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int], sizes: list[int]
+    ) -> Outcome:
+        total = sum(sizes)
+        refusal = self._allowance(total)
+        if refusal is not None:
+            return refusal
+        try:
+            segment = self._place(entries, sizes, total)
+            self._write(segment, entries, buffers, blocks)
+            self._journal(entries)
+        except OSError as exc:
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                return Outcome.RESERVE
+            return Outcome.FAILED
+        return Outcome.OK
+
+    def _place(self, entries: Entries, sizes: list[int], total: int) -> _Segment:
+        """Give the run a place; runs of other threads get other places."""
+        with self._lock:
+            segment = self._segment
+            if self._closed:
+                raise OSError(errno.EBADF, "the writer is closed")
+            if segment is None or (
+                segment.offset > HEADER_BYTES
+                and (
+                    segment.offset + total > SEGMENT_BYTES
+                    or time.monotonic() - segment.created > SEGMENT_AGE_S
+                )
+            ):
+                number = self._next_segment
+                segment = _Segment(
+                    self._directory / segment_name(self._hex, number),
+                    number,
+                    self._header(MAGIC_SEGMENT, number),
+                    self._direct,
+                )
+                self._next_segment = number + 1
+                self._segment = segment
+            starts = np.zeros(len(sizes), dtype=np.uint64)
+            np.cumsum(np.asarray(sizes[:-1], dtype=np.uint64), out=starts[1:])
+            entries["segment"] = segment.number
+            entries["offset"] = starts + np.uint64(segment.offset)
+            entries["slot"] = np.arange(
+                segment.next_slot, segment.next_slot + len(sizes), dtype=np.uint32
+            )
+            segment.offset += total
+            segment.next_slot += len(sizes)
+            return segment
+
+    def _write(
+        self, segment: _Segment, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]
+    ) -> None:
+        stored = entries["stored_length"]
+        if not bool((stored % ALIGNMENT).any()):
+            # No gaps between the records: one sequence of pieces.
+            pieces = [piece for block in blocks for piece in buffers.pieces(block)]
+            direct = segment.direct_fd >= 0 and buffers.aligned(ALIGNMENT)
+            fd = segment.direct_fd if direct else segment.fd
+            write_from(fd, pieces, int(entries["offset"][0]))
+            return
+        for offset, block in zip(entries["offset"].tolist(), blocks, strict=True):
+            write_from(segment.fd, buffers.pieces(block), offset)
+
+    def _journal(self, entries: Entries) -> None:
+        with self._journal_lock:
+            if self._journal_fd < 0:
+                raise OSError(errno.EBADF, "the writer is closed")
+            data = seal_entries(entries, self.writer, self._entries, self._namespace)
+            write_from(
+                self._journal_fd,
+                [memoryview(data)],
+                HEADER_BYTES + self._entries * ENTRY_BYTES,
+            )
+            # Only now: an entry that failed half-way is overwritten by the next one.
+            self._entries += len(entries)
+
+    def bury(self, entries: Entries) -> None:
+        with contextlib.suppress(OSError):
+            self._journal(entries)
+
+    def log_access(self, accesses: Entries) -> None:
+        with contextlib.suppress(OSError), self._journal_lock:
+            if self._closed:
+                return
+            if self._access_fd < 0:
+                self._access_fd = self._create(f"{self._hex}.access", MAGIC_ACCESS)
+                os.lseek(self._access_fd, HEADER_BYTES, os.SEEK_SET)
+            os.write(self._access_fd, pack_accesses(accesses))
+
+    def close(self) -> None:
+        with self._lock, self._journal_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._segment = None
+            for fd in (self._journal_fd, self._access_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._journal_fd = self._access_fd = -1
+            empty = self._entries == 0 and self._next_segment == 0
+            self._alive.release()
+        if empty:  # a process that stored nothing leaves nothing
+            for kind in ("journal", "access", "lock"):
+                with contextlib.suppress(OSError):
+                    os.unlink(self._directory / f"{self._hex}.{kind}")
