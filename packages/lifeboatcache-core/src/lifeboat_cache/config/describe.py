@@ -17,7 +17,15 @@ if typing.TYPE_CHECKING:
 
     from lifeboat_cache.config.yamlfile import Location
 
-__all__ = ["Entry", "entries", "key_of", "section_at", "yaml_scalar"]
+__all__ = [
+    "Entry",
+    "entries",
+    "key_of",
+    "section_at",
+    "section_of",
+    "yaml_default",
+    "yaml_scalar",
+]
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,7 @@ class Entry:
     @property
     def default(self) -> str:
         """The default as written in YAML, or empty if there is none."""
-        default = self.field.default
-        if self.required or default is None:
-            return ""
-        if isinstance(default, tuple):
-            return "[]"
-        return yaml_scalar(default)
+        return yaml_default(self.field)
 
 
 def yaml_scalar(value: object) -> str:
@@ -69,7 +72,14 @@ def yaml_scalar(value: object) -> str:
     raise TypeError(f"no YAML for {type(value).__name__}")
 
 
-def _sections_of(field: FieldInfo) -> tuple[type[Section] | None, bool]:
+def yaml_default(field: FieldInfo) -> str:
+    """Return a field's default as written in YAML, or empty if there is none."""
+    if field.is_required() or field.default is None:
+        return ""
+    return "[]" if isinstance(field.default, tuple) else yaml_scalar(field.default)
+
+
+def section_of(field: FieldInfo) -> tuple[type[Section] | None, bool]:
     """Return the section type that a field holds, and whether it holds a list of them."""
     annotation = field.annotation
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -101,7 +111,7 @@ def entries(
     own: list[Entry] = []
     inner: list[tuple[tuple[str, ...], type[Section]]] = []
     for name, field in section.model_fields.items():
-        below, many = _sections_of(field)
+        below, many = section_of(field)
         if below is not None:
             inner.append(((*above, f"{name}[]" if many else name), below))
         key = key_of(field)
@@ -124,7 +134,7 @@ def section_at(location: Location) -> type[Section] | None:
             many = False
             continue
         field = section.model_fields.get(str(part))
-        below, many = _sections_of(field) if field is not None else (None, False)
+        below, many = section_of(field) if field is not None else (None, False)
         if below is None:
             return None
         section = below

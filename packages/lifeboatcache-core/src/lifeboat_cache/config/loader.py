@@ -18,7 +18,7 @@ from lifeboat_cache.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LoadedConfig", "load_config", "preset_names", "preset_path"]
+__all__ = ["LoadedConfig", "load_config", "preset_names", "preset_path", "preset_values"]
 
 _PRESETS = Path(__file__).with_name("presets")
 
@@ -71,6 +71,19 @@ def preset_path(name: str) -> Path:
             "or name a file, ending in .yaml."
         )
     return _PRESETS / f"{name}.yaml"
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """Return what the preset ``name`` sets, as written: paths are not expanded.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such preset.
+    """
+    # The home only matters to presets that extend a file, and none does.
+    merged, _ = _read_chain(preset_path(name), Places(environ={}, home=_PRESETS))
+    return merged.data
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] | None = None) -> LoadedConfig:
@@ -126,7 +139,7 @@ def _find(path: Path | None, places: Places) -> tuple[Path, str] | None:
             file = Path(os.path.abspath(places.expand(str(text))))
         except ValueError as error:
             raise ConfigError(f"{why}: {error}. Name a configuration file.") from None
-        if not file.exists():
+        if _missing(file):
             raise ConfigError(
                 f"{file}: there is no such file, but {why} names it. "
                 "Correct the path, or make the file with: lifeboat-cache init --path " + str(file)
@@ -161,6 +174,17 @@ def _read_chain(main: Path, places: Places) -> tuple[_Merged, list[Path]]:
     return merged, chain
 
 
+def _missing(file: Path) -> bool:
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        # Reading it reports what is wrong.
+        return False
+    return False
+
+
 def _same(a: Path, b: Path) -> bool:
     return os.path.realpath(a) == os.path.realpath(b)
 
@@ -181,7 +205,7 @@ def _extended(file: Path, document: Document, places: Places) -> Path | None:
         base = Path(os.path.abspath(file.parent / places.expand(value)))
     except ValueError as error:
         raise ConfigError(f"{where}: {error}. Name a preset or a file.") from None
-    if not base.exists():
+    if _missing(base):
         raise ConfigError(f"{where}: there is no file {base}. Correct the path.")
     return base
 

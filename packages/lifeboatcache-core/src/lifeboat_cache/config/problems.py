@@ -62,8 +62,11 @@ def _describe(error: ErrorDetails, location: Location, cause: object) -> str:
     if key is None:
         # A section, or an item of a list of them, that is not a mapping.
         section = section_at(location)
-        keys = ", ".join(section.model_fields) if section is not None else ""
-        what = _shown(error["input"], secret=False)
+        fields = section.model_fields if section is not None else {}
+        keys = ", ".join(fields)
+        # What stands in the place of a section can be the secret that belongs below it.
+        secret = any(below.secret for below in map(key_of, fields.values()) if below is not None)
+        what = _shown(error["input"], secret=secret)
         return f"{name}: {what} instead of a mapping. Write keys below it: {keys}."
     if error["type"] == "missing":
         return f"{name}: missing. Add it, for example {location[-1]}: {key.example}."

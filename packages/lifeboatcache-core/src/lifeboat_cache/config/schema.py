@@ -89,18 +89,22 @@ class SettingError(ValueError):
         self.path = path
 
 
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _gigabytes(value: object) -> object:
     if isinstance(value, str):
         gigabytes = parse_size(value, plain=10**9) / 1e9
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        gigabytes = float(value) if abs(value) < 1e300 else math.inf
+        gigabytes = _float(value)
     else:
         raise ValueError(f"{value!r} is not a size")
     if gigabytes > _MAX_GB:
-        raise ValueError(
-            f"{value!r} is more than {_MAX_GB:,} GB: a plain number is in GB, "
-            f"other units are written out ({SIZE_EXAMPLES})"
-        )
+        raise ValueError(f"{value!r} is more than {_MAX_GB:,} GB; a plain number is in GB")
     return gigabytes
 
 
@@ -108,7 +112,7 @@ def _seconds(value: object) -> object:
     if isinstance(value, str):
         return parse_duration(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value) if abs(value) < 1e300 else math.inf
+        return _float(value)
     raise ValueError(f"{value!r} is not a duration")
 
 
@@ -125,10 +129,7 @@ def _path(value: object, info: ValidationInfo) -> object:
     places = info.context if isinstance(info.context, Places) else Places.current()
     path = places.expand(str(value))
     if not path.is_absolute():
-        raise ValueError(
-            f"{str(value)!r} is relative, and engines start in different directories: "
-            "write an absolute path, or start it with $LIFEBOAT_CACHE_HOME or ~"
-        )
+        raise ValueError(f"{str(value)!r} is relative, and engines start in different directories")
     return path
 
 
@@ -136,19 +137,19 @@ def _items(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-_SIZE_ALLOWED = f"a number of GB (10^9 bytes) up to {_MAX_GB:,}, or a size with a unit"
+_SIZE_ALLOWED = f"up to {_MAX_GB:,} GB, a number of GB (10^9 bytes) or with a unit: {SIZE_EXAMPLES}"
 
 _Capacity = Annotated[
     float,
     BeforeValidator(_gigabytes),
     Field(gt=0, allow_inf_nan=False),
-    Key(allowed=f"more than 0: {_SIZE_ALLOWED} ({SIZE_EXAMPLES})", example="200G", unit="GB"),
+    Key(allowed=f"above 0, {_SIZE_ALLOWED}", example="200G", unit="GB"),
 ]
 _Reserve = Annotated[
     float,
     BeforeValidator(_gigabytes),
     Field(ge=0, allow_inf_nan=False),
-    Key(allowed=f"0 or more: {_SIZE_ALLOWED} ({SIZE_EXAMPLES})", example="10G", unit="GB"),
+    Key(allowed=f"0 or more, {_SIZE_ALLOWED}", example="10G", unit="GB"),
 ]
 _Switch = Annotated[bool, Key(allowed="true or false", example="true")]
 _Path = Annotated[
@@ -336,7 +337,7 @@ class Engine(Section):
         float,
         BeforeValidator(_gigabytes),
         Field(gt=0, allow_inf_nan=False),
-        Key(allowed=f"more than 0: {_SIZE_ALLOWED} ({SIZE_EXAMPLES})", example="20G", unit="GB"),
+        Key(allowed=f"above 0, {_SIZE_ALLOWED}", example="20G", unit="GB"),
     ] = Field(
         default=20.0,
         description="Memory for vLLM's CPU tier, through which blocks pass on their way to and "
@@ -357,8 +358,8 @@ class Engine(Section):
         BeforeValidator(_seconds),
         Field(ge=0, le=_MAX_WAIT_S, allow_inf_nan=False),
         Key(
-            allowed=f"0 to {_MAX_WAIT_S}: a number of seconds, or a duration with a unit "
-            f"({DURATION_EXAMPLES})",
+            allowed=f"0 to {_MAX_WAIT_S} seconds, a number of seconds or with a unit: "
+            f"{DURATION_EXAMPLES}",
             example="5s",
             unit="s",
         ),
