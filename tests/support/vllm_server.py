@@ -15,12 +15,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Completion", "ServerError", "VllmServer", "shm_regions"]
+__all__ = ["Completion", "ServerError", "StartServer", "VllmServer", "shm_regions"]
 
 _SHM = Path("/dev/shm")
 _SERVED_NAME = "model"
@@ -126,6 +126,9 @@ class VllmServer:
     ServerError
         From every method, with the end of the server's log.
     """
+
+    #: Seconds that children may take to end after the server did.
+    straggler_grace_s = 10.0
 
     def __init__(
         self,
@@ -327,7 +330,7 @@ class VllmServer:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             late = True
-        self._wait_for_session(process.pid, 0 if late else 10)
+        self._wait_for_session(process.pid, 0 if late else self.straggler_grace_s)
         process.wait(timeout_s)
         mapped = _mapped_regions()
         self.leaked = {
@@ -376,6 +379,10 @@ class VllmServer:
 
     def _failure(self, what: str) -> ServerError:
         return ServerError(f"{what}\n--- end of {self.log} ---\n{self.log_tail()}")
+
+
+#: Type of the fixture that starts servers: takes what :class:`VllmServer` takes by keyword.
+StartServer = Callable[..., VllmServer]
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

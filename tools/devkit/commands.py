@@ -2,10 +2,15 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from devkit import recipes
+from devkit.building import build_wheels, smoke_test
 from devkit.demo import TIERS, run_demo
+from devkit.hatch import core_python, hatch_run
 from devkit.model import make_model
+from devkit.places import ROOT
+from devkit.testing import lint, run_tests
 
 __all__ = ["add_to"]
 
@@ -19,13 +24,24 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     def command(
         name: str, summary: str, run: _Run, *, pytest: bool = False
     ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=summary, description=summary)
+        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(run=run, takes_pytest_arguments=pytest)
         return added
 
     demo = command("demo", "restart a real vLLM server and restore a long prompt", _demo)
     demo.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
     demo.add_argument("--tier", choices=TIERS, default="fs", help=argparse.SUPPRESS)
+
+    test = command(
+        "test", "run what CI runs; arguments for pytest run only tests", _test, pytest=True
+    )
+    test.add_argument("--full", action="store_true", help="also run tests that take minutes")
+
+    check = command("lint", "check style, format and types", _lint)
+    check.add_argument("--fix", action="store_true", help="mend what ruff can mend first")
+
+    build = command("build", "build all wheels, check and try them", _build)
+    build.add_argument("target", nargs="?", type=Path, default=ROOT / "dist")
 
     env = command("env", "make an environment and print its interpreter", _env)
     env.add_argument("name", choices=recipes.environment_names())
@@ -37,8 +53,29 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run_demo(arguments.tier, as_json=arguments.json)
 
 
+def _test(arguments: argparse.Namespace) -> int:
+    return run_tests(arguments.rest, full=arguments.full)
+
+
+def _lint(arguments: argparse.Namespace) -> int:
+    if arguments.fix:
+        hatch_run("lint", ["fix"])
+    lint()
+    return 0
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    smoke_test(build_wheels(arguments.target.resolve()))
+    return 0
+
+
 def _env(arguments: argparse.Namespace) -> int:
-    print({"tools": recipes.tools, "vllm": recipes.vllm}[arguments.name]().make())
+    make: dict[str, Callable[[], Path]] = {
+        "core": core_python,
+        "tools": lambda: recipes.tools().make(),
+        "vllm": lambda: recipes.vllm().make(),
+    }
+    print(make[arguments.name]())
     return 0
 
 

@@ -1,0 +1,34 @@
+"""Fixtures of the tests across packages and against real engines."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_server import StartServer, VllmServer
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """Directory of the small real model that ``dev.py`` made."""
+    directory = os.environ.get("LIFEBOAT_TEST_MODEL")
+    if directory is None:
+        pytest.skip("needs a real engine: run `python3 tools/dev.py test`")
+    return Path(directory)
+
+
+@pytest.fixture
+def start_server(model: Path, tmp_path: Path) -> Iterator[StartServer]:
+    """A function that starts servers; what it started is stopped in the end."""
+    with ExitStack() as stack:
+        count = 0
+
+        def start(**options: Any) -> VllmServer:
+            nonlocal count
+            count += 1
+            options.setdefault("log", tmp_path / f"server-{count}.log")
+            return stack.enter_context(VllmServer(options.pop("model", model), **options))
+
+        yield start

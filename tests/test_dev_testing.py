@@ -1,0 +1,109 @@
+"""``dev.py test`` picks the right suites and does not call nothing a success."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from devkit import testing
+from devkit.places import ROOT
+from devkit.shell import DevError
+
+_REPORT = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="1"/></testsuites>'
+_Pytest = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
+    """Return a function that lets pytest end with given codes and returns its arguments."""
+    monkeypatch.setenv("LIFEBOAT_DEV_HOME", str(tmp_path))
+    monkeypatch.setattr(testing, "make_model", lambda: tmp_path)
+    monkeypatch.setattr(
+        testing,
+        "_SUITES",
+        tuple(
+            testing._Suite(suite.name, suite.directory, lambda: tmp_path / "python")
+            for suite in testing._SUITES
+        ),
+    )
+    commands: list[list[str]] = []
+
+    def prepare(*codes: int) -> list[list[str]]:
+        left = list(codes)
+
+        def pretend(command: list[str | Path], **_: object) -> int:
+            words = [str(word) for word in command]
+            commands.append(words)
+            code = left.pop(0)
+            if code in (0, 1):
+                report = next(word for word in words if word.startswith("--junitxml="))
+                Path(report.partition("=")[2]).write_text(_REPORT.format(4, code))
+            return code
+
+        monkeypatch.setattr(testing, "try_run", pretend)
+        for check in ("_check_style", "_check_types", "_check_wheels"):
+            monkeypatch.setattr(testing, check, lambda: None)
+        return commands
+
+    return prepare
+
+
+def test_everything_passes(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = run_pytest(0, 0, 0)
+    assert testing.run_tests([], full=False) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "9 passed, 0 failed, 3 skipped"
+    assert all(command[-2] == "not full" or "not full" in command for command in commands)
+
+
+def test_full_deselects_nothing(run_pytest: _Pytest) -> None:
+    commands = run_pytest(0, 0, 0)
+    testing.run_tests([], full=True)
+    assert not any("not full" in command for command in commands)
+
+
+def test_failure_fails_and_the_rest_still_runs(
+    run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = run_pytest(1, 0, 0)
+    assert testing.run_tests([], full=False) == 1
+    assert len(commands) == 3
+    assert capsys.readouterr().out.splitlines()[-1] == "8 passed, 1 failed, 3 skipped"
+
+
+def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_pytest(0, 0, 0)
+
+    def fail() -> None:
+        raise DevError("unused import")
+
+    monkeypatch.setattr(testing, "_check_style", fail)
+    assert testing.run_tests([], full=False) == 1
+
+
+def test_empty_suite_fails(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
+    run_pytest(0, 5, 0)
+    assert testing.run_tests([], full=False) == 1
+    assert "a suite without tests proves nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5), 0), ((5, 5, 5), 1)])
+def test_selection_may_leave_suites_empty_but_not_all(
+    run_pytest: _Pytest, codes: tuple[int, ...], expected: int
+) -> None:
+    run_pytest(*codes)
+    assert testing.run_tests(["-k", "journal"], full=False) == expected
+
+
+def test_path_goes_to_its_suite_alone(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = run_pytest(0)
+    path = os.path.relpath(__file__, ROOT)
+    assert testing.run_tests([f"{path}::test_empty_suite_fails", "-x"], full=False) == 0
+    (command,) = commands
+    assert command[-2:] == [f"{path}::test_empty_suite_fails", "-x"]
+
+
+def test_path_outside_every_suite_is_refused(run_pytest: _Pytest) -> None:
+    run_pytest()
+    with pytest.raises(DevError, match="no suite holds"):
+        testing.run_tests([str(ROOT / "tools")], full=False)

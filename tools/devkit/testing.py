@@ -1,0 +1,197 @@
+"""``dev.py test``: everything that CI runs, and one closing line."""
+
+import dataclasses
+import os
+import time
+import xml.etree.ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from devkit import recipes
+from devkit.building import build_wheels, smoke_test
+from devkit.hatch import core_python, hatch_run
+from devkit.model import make_model
+from devkit.places import ROOT, dev_home
+from devkit.shell import DevError, note, try_run
+
+__all__ = ["lint", "run_tests"]
+
+_NO_TESTS = 5  # pytest's exit code when it collected or selected none
+
+
+@dataclasses.dataclass(frozen=True)
+class _Suite:
+    """Tests that run in one environment."""
+
+    name: str
+    directory: Path
+    python: Callable[[], Path]
+
+
+@dataclasses.dataclass
+class _Counts:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def add(self, report: Path) -> None:
+        """Add what a JUnit report says."""
+        for suite in xml.etree.ElementTree.parse(report).getroot().iter("testsuite"):
+            total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+            failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+            self.passed += total - skipped - failed
+            self.failed += failed
+            self.skipped += skipped
+
+
+def _engine_python() -> Path:
+    return recipes.vllm().make()
+
+
+_SUITES = (
+    _Suite("core", ROOT / "packages" / "lifeboatcache-core" / "tests", core_python),
+    _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", _engine_python),
+    _Suite("whole", ROOT / "tests", _engine_python),
+)
+
+
+def lint() -> None:
+    """Check style, format and types.
+
+    Raises
+    ------
+    DevError
+        When one of them finds something.
+    """
+    _check_style()
+    _check_types()
+
+
+def _check_style() -> None:
+    if hatch_run("lint", ["check"]):
+        msg = "ruff found something; `python3 tools/dev.py lint --fix` mends most of it"
+        raise DevError(msg)
+
+
+def _check_types() -> None:
+    if hatch_run("types", ["check"]):
+        msg = "mypy found something; see above"
+        raise DevError(msg)
+
+
+def _check_wheels() -> None:
+    smoke_test(build_wheels(dev_home() / "wheels"))
+
+
+def run_tests(arguments: Sequence[str], *, full: bool) -> int:
+    """Run the checks and every suite, then say how it went.
+
+    Parameters
+    ----------
+    arguments
+        For pytest. With any, only the suites run (those that a path among
+        them points into, if there is a path), not lint, types and wheels.
+    full
+        Also run the tests marked ``full``.
+
+    Returns
+    -------
+    int
+        0 when every step passed and at least one test ran.
+    """
+    selected = _select(arguments)
+    steps: list[tuple[str, Callable[[], None]]] = []
+    counts = _Counts()
+    ran: list[str] = []
+    if not arguments:
+        steps += [("lint", _check_style), ("types", _check_types), ("wheels", _check_wheels)]
+    for suite, given in selected:
+        steps.append(
+            (
+                f"tests of {suite.name}",
+                lambda suite=suite, given=given: _run_suite(
+                    suite, given, full=full, must_run=not arguments, counts=counts, ran=ran
+                ),
+            )
+        )
+    rows = []
+    good = True
+    for name, step in steps:
+        print(f"\n=== {name} ===", flush=True)
+        begin = time.monotonic()
+        try:
+            step()
+            outcome = "passed"
+        except DevError as error:
+            print(f"{name}: {error}", flush=True)
+            outcome, good = "FAILED", False
+        rows.append(f"  {name:<16} {outcome:<7} {time.monotonic() - begin:7.1f} s")
+    print("\n" + "\n".join(rows))
+    if good and not ran:
+        print("no test was selected; check the arguments given to pytest")
+        good = False
+    print(f"\n{counts.passed} passed, {counts.failed} failed, {counts.skipped} skipped", flush=True)
+    return 0 if good else 1
+
+
+def _select(arguments: Sequence[str]) -> list[tuple[_Suite, list[str]]]:
+    """Hand each suite the arguments for it: all options, and the paths inside it."""
+    places = {
+        argument: Path(os.path.abspath(argument.partition("::")[0]))
+        for argument in arguments
+        if not argument.startswith("-") and Path(argument.partition("::")[0]).exists()
+    }
+    chosen = []
+    for suite in _SUITES:
+        mine = [
+            argument
+            for argument in arguments
+            if argument not in places or places[argument].is_relative_to(suite.directory)
+        ]
+        if not places:
+            chosen.append((suite, [*mine, str(suite.directory)]))
+        elif any(argument in places for argument in mine):
+            chosen.append((suite, mine))
+    if places and not chosen:
+        names = ", ".join(places)
+        msg = f"no suite holds {names}; suites are {[str(suite.directory) for suite in _SUITES]}"
+        raise DevError(msg)
+    return chosen
+
+
+def _run_suite(
+    suite: _Suite,
+    arguments: Sequence[str],
+    *,
+    full: bool,
+    must_run: bool,
+    counts: _Counts,
+    ran: list[str],
+) -> None:
+    variables = {"LIFEBOAT_TEST_WHEELS": str(dev_home() / "wheels")}
+    if suite.name != "core":
+        variables["LIFEBOAT_TEST_MODEL"] = str(make_model())
+    report = dev_home() / f"report-{suite.name}.xml"
+    report.unlink(missing_ok=True)
+    code = try_run(
+        [
+            suite.python(), "-m", "pytest", f"--junitxml={report}",
+            f"--override-ini=cache_dir={dev_home() / 'pytest' / suite.name}",
+            *(() if full else ("-m", "not full")),
+            *arguments,
+        ],
+        env=variables,
+        cwd=ROOT,
+    )  # fmt: skip
+    if report.exists():
+        counts.add(report)
+    if code == _NO_TESTS:
+        if must_run:
+            msg = f"no test ran in {suite.directory}; a suite without tests proves nothing"
+            raise DevError(msg)
+        note(f"no test of {suite.name} is selected")
+    elif code:
+        msg = f"pytest ended with exit code {code}"
+        raise DevError(msg)
+    else:
+        ran.append(suite.name)
