@@ -1,0 +1,205 @@
+"""The command line's grammar."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from lifeboat_cache.cli.plugins import add_plugin_commands
+from lifeboat_cache.config import preset_names
+from lifeboat_cache.version import __version__
+
+__all__ = ["EXIT_CODES", "PROGRAM", "build_parser"]
+
+PROGRAM = "lifeboat-cache"
+
+#: Every exit code of the command, and what it means.
+EXIT_CODES = {
+    0: "done; for doctor: nothing failed",
+    1: "doctor: a check failed; purge: you answered no",
+    2: "wrong usage or configuration, or something could not be read or written",
+    130: "interrupted",
+    141: "the reader of the output went away",
+}
+
+Command = Callable[[argparse.Namespace], int]
+
+
+# The commands are imported when they run: `--help` and plugins need none of them.
+def _init(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.config_commands import init
+
+    return init(args)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.config_commands import show
+
+    return show(args)
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.config_commands import validate
+
+    return validate(args)
+
+
+def _ls(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.store_commands import ls
+
+    return ls(args)
+
+
+def _purge(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.store_commands import purge
+
+    return purge(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.doctor_command import doctor
+
+    return doctor(args)
+
+
+def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of ``lifeboat-cache``.
+
+    Parameters
+    ----------
+    plugins
+        Whether to add the subcommands of other distributions.
+    """
+    codes = "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Looks after LifeboatCache, the KV cache of LLM engines on disk.",
+        epilog=f"exit codes:\n{codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"{PROGRAM} {__version__}",
+        help="show the version and exit",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the configuration file to use")
+    # The same option after the subcommand; absent there, it must not undo the one before it.
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="the configuration file to use",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(
+        to: argparse._SubParsersAction[argparse.ArgumentParser],
+        name: str,
+        func: Command,
+        text: str,
+        more: str = "",
+    ) -> argparse.ArgumentParser:
+        added = to.add_parser(
+            name, parents=[common], help=text, description=f"{text[0].upper()}{text[1:]}. {more}"
+        )
+        added.set_defaults(func=func)
+        return added
+
+    init = add(
+        commands,
+        "init",
+        _init,
+        "write a configuration file with every key explained",
+        "It goes to lifeboat.yaml in the home directory ($LIFEBOAT_CACHE_HOME, by default "
+        "~/.lifeboat_cache) unless --path or --config names another one.",
+    )
+    init.add_argument(
+        "--preset", metavar="NAME", help=f"start from a preset: {', '.join(preset_names())}"
+    )
+    init.add_argument("--force", action="store_true", help="replace a file that is there already")
+    init.add_argument("--path", type=Path, metavar="FILE", help="the file to write")
+
+    config = commands.add_parser(
+        "config",
+        help="show or check the configuration",
+        description="Shows or checks the configuration.",
+    )
+    configs = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show = add(
+        configs,
+        "show",
+        _show,
+        "show the values in effect and where each comes from",
+        "Secrets are masked.",
+    )
+    _json(show)
+    validate = add(
+        configs, "validate", _validate, "check a configuration file, by default the one in use"
+    )
+    validate.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the file to check")
+
+    ls = add(
+        commands,
+        "ls",
+        _ls,
+        "show what is stored, by target and namespace",
+        "A namespace holds the KV that one model in one configuration can use. With NAMESPACE, "
+        "prints as JSON what it is made from, which tells why two engines do or do not share.",
+    )
+    ls.add_argument(
+        "namespace", nargs="?", metavar="NAMESPACE", help="a namespace, or the start of its name"
+    )
+    _json(ls)
+
+    purge = add(
+        commands,
+        "purge",
+        _purge,
+        "remove stored KV",
+        "Only what engines that have ended stored is removed, whole segments at a time; what is "
+        "left is listed with the reason.",
+    )
+    which = purge.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--namespace",
+        action="append",
+        metavar="PREFIX",
+        help="a namespace, or the start of its name; can be given several times",
+    )
+    which.add_argument("--all", action="store_true", help="all namespaces of all targets")
+    purge.add_argument(
+        "--older-than",
+        metavar="AGE",
+        help="only segments last written longer ago than this, for example 7d or 12h",
+    )
+    purge.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    _yes(purge)
+
+    doctor = add(
+        commands,
+        "doctor",
+        _doctor,
+        "check this installation and machine",
+        "Run it as the user and in the environment of the engine.",
+    )
+    _json(doctor)
+    doctor.add_argument(
+        "--fix", action="store_true", help="offer to put right what can be put right"
+    )
+    _yes(doctor)
+
+    if plugins:
+        add_plugin_commands(commands)
+    return parser
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _yes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="do not ask")

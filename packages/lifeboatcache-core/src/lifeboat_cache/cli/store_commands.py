@@ -1,0 +1,242 @@
+"""``lifeboat-cache ls`` and ``lifeboat-cache purge``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lifeboat_cache.cli.output import RefusedError, clean, confirm, show_time, table
+from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.config.units import format_size, parse_duration
+from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.targets.base import NamespaceInfo, PurgeReport
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+__all__ = ["ls", "purge"]
+
+_SHORT = 12
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one target holds; ``problem`` is set instead if it cannot be read."""
+
+    target: FilesystemTarget
+    enabled: bool
+    namespaces: tuple[NamespaceInfo, ...]
+    problem: str = ""
+
+
+def _held(config: Config) -> Iterator[_Held]:
+    """Yield every configured target: one that was disabled still holds its data."""
+    seen = set()
+    for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
+        if tier.path in seen:
+            continue
+        seen.add(tier.path)
+        target = FilesystemTarget.from_tier(tier)
+        try:
+            yield _Held(target, tier.enabled, tuple(target.namespaces()))
+        except LifeboatError as error:
+            yield _Held(target, tier.enabled, (), str(error))
+
+
+def ls(args: argparse.Namespace) -> int:
+    """Show what is stored."""
+    held = list(_held(load_config(args.config).config))
+    if args.namespace is not None:
+        print(json.dumps(_one(held, args.namespace), indent=2))
+        return 0
+    if args.json:
+        document = {"targets": [_target_json(item) for item in held]}
+        print(json.dumps(document, indent=2))
+    else:
+        print("\n\n".join(map(_target_text, held)))
+    return _say_problems(held)
+
+
+def _say_problems(held: list[_Held]) -> int:
+    for item in held:
+        if item.problem:
+            print(f"lifeboat-cache: error: {item.target.name}: {item.problem}", file=sys.stderr)
+    return 2 if any(item.problem for item in held) else 0
+
+
+def _target_json(item: _Held) -> dict[str, Any]:
+    there = not item.problem and os.path.isdir(item.target.location)
+    return {
+        "name": item.target.name,
+        "location": item.target.location,
+        "enabled": item.enabled,
+        "problem": item.problem or None,
+        "usage": asdict(item.target.usage()) if there else None,
+        "namespaces": [_namespace_json(info) for info in item.namespaces],
+    }
+
+
+def _namespace_json(info: NamespaceInfo) -> dict[str, Any]:
+    return {
+        **_facts(info),
+        "digest": info.digest,
+        "blocks": info.blocks,
+        "bytes": info.bytes,
+        "created": info.created,
+        "last_used": info.last_used,
+        "writers": [asdict(writer) for writer in info.writers],
+        "problems": list(info.problems),
+    }
+
+
+def _target_text(item: _Held) -> str:
+    head = f"{item.target.name}{'' if item.enabled else ' (disabled)'}: {item.target.location}"
+    if item.problem:
+        return f"{head}\n  cannot be read, see below"
+    if not os.path.isdir(item.target.location):
+        return f"{head}\n  is not there yet"
+    usage = item.target.usage()
+    limit = "" if usage.capacity is None else f" of {format_size(usage.capacity)}"
+    head += f", {format_size(usage.used)}{limit} used, {format_size(usage.free)} free"
+    if not item.namespaces:
+        return f"{head}\n  nothing is stored here"
+    names = ("NAMESPACE", "MODEL", "DTYPE", "ENGINE", "ADAPTER", "BLOCKS", "SIZE", "WRITERS")
+    rows = []
+    for info in item.namespaces:
+        alive = sum(writer.alive for writer in info.writers)
+        rows.append(
+            (
+                info.digest[:_SHORT],
+                *(value or "-" for value in _facts(info).values()),
+                info.blocks,
+                format_size(info.bytes),
+                f"{alive} alive, {len(info.writers) - alive} dead",
+                show_time(info.created),
+                show_time(info.last_used),
+            )
+        )
+    lines = [head, table((*names, "CREATED", "LAST USED"), rows, "  ")]
+    lines += [
+        f"  {info.digest[:_SHORT]}: {clean(problem)}"
+        for info in item.namespaces
+        for problem in info.problems
+    ]
+    return "\n".join(lines)
+
+
+def _facts(info: NamespaceInfo) -> dict[str, str]:
+    """Return what a namespace says about itself in a few words."""
+    return {name: _fact(info, name) for name in ("model", "dtype", "engine", "adapter")}
+
+
+def _fact(info: NamespaceInfo, name: str) -> str:
+    places: tuple[Mapping[str, Any], ...] = (info.display, info.identity)
+    for place in places:
+        value = place.get(name)
+        if isinstance(value, (str, int)) and value != "":
+            return str(value)
+    return ""
+
+
+def _matching(held: list[_Held], prefix: str) -> str:
+    """Return the digest that a prefix means."""
+    wanted = prefix.lower()
+    # One whose document is damaged is only known by its directory, the head of its digest.
+    found = sorted(
+        {
+            info.digest
+            for item in held
+            for info in item.namespaces
+            if info.digest.startswith(wanted) or wanted.startswith(info.digest)
+        }
+    )
+    if not wanted or not found:
+        raise RefusedError(
+            f"no namespace starts with {prefix!r}. The namespaces are listed by: lifeboat-cache ls"
+        )
+    if any(not other.startswith(found[0][:32]) for other in found):
+        names = ", ".join(digest[: max(_SHORT, len(wanted) + 4)] for digest in found)
+        raise RefusedError(f"{prefix!r} is the start of {names}. Write more of the one you mean.")
+    return found[-1]
+
+
+def _one(held: list[_Held], prefix: str) -> dict[str, Any]:
+    digest = _matching(held, prefix)
+    holders = [
+        (item, info) for item in held for info in item.namespaces if info.digest[:32] == digest[:32]
+    ]
+    _, first = next((pair for pair in holders if pair[1].digest == digest), holders[0])
+    return {
+        "digest": digest,
+        "identity": first.identity,
+        "display": first.display,
+        "targets": [
+            {
+                "name": item.target.name,
+                "location": item.target.location,
+                **{k: v for k, v in _namespace_json(info).items() if k != "digest"},
+            }
+            for item, info in holders
+        ],
+    }
+
+
+def purge(args: argparse.Namespace) -> int:
+    """Remove what dead writers stored."""
+    older_than_s = None if args.older_than is None else _age(args.older_than)
+    held = list(_held(load_config(args.config).config))
+    if args.all:
+        wanted = {info.digest[:32] for item in held for info in item.namespaces}
+    else:
+        wanted = {_matching(held, prefix)[:32] for prefix in args.namespace}
+    chosen = [
+        (item.target, info)
+        for item in held
+        for info in item.namespaces
+        if info.digest[:32] in wanted
+    ]
+    plans = [
+        (target, info, target.purge(info.digest, older_than_s=older_than_s, dry_run=True))
+        for target, info in chosen
+    ]
+    if args.dry_run:
+        _report(plans, "would remove")
+        return _say_problems(held)
+    total = sum(report.bytes for _, _, report in plans)
+    files = sum(report.files for _, _, report in plans)
+    # A namespace that holds nothing any more is only a directory: tidied up unasked.
+    if files:
+        _report(plans, "will remove")
+        if not confirm(f"Remove {files} files, {format_size(total)}?", yes=args.yes):
+            print("Nothing was removed.")
+            return 1
+    done = [
+        (target, info, target.purge(info.digest, older_than_s=older_than_s))
+        for target, info in chosen
+    ]
+    _report(done, "removed")
+    return _say_problems(held)
+
+
+def _age(text: str) -> float:
+    if text[-1:].isdigit():
+        raise RefusedError(f"--older-than {text}: of what? Add a unit, for example 7d or 12h.")
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise RefusedError(f"--older-than: {error}. Write for example 7d or 12h.") from None
+
+
+def _report(reports: list[tuple[FilesystemTarget, NamespaceInfo, PurgeReport]], verb: str) -> None:
+    if not reports:
+        print("Nothing is stored.")
+    for target, info, report in reports:
+        print(
+            f"{target.name} {info.digest[:_SHORT]}: {verb} {report.files} files, "
+            f"{report.blocks} blocks, {format_size(report.bytes)}"
+        )
+        for writer, reason in report.kept:
+            print(f"  left writer {writer[:_SHORT]}: {clean(reason)}")

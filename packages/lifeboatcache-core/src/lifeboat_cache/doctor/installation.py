@@ -1,0 +1,114 @@
+"""Checks of the installation: versions, configuration file, home directory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lifeboat_cache.doctor.check import Check, DoctorContext
+from lifeboat_cache.version import __version__
+
+__all__ = ["check_config", "check_home", "check_versions"]
+
+_CORE = "lifeboatcache-core"
+
+
+def check_versions() -> Check:
+    """Report the versions of Python and of LifeboatCache's distributions."""
+    installed = {
+        distribution.name: distribution.version
+        for distribution in importlib.metadata.distributions(path=list(dict.fromkeys(sys.path)))
+        if (distribution.name or "").startswith("lifeboatcache")
+    }
+    summary = f"Python {platform.python_version()}, {_CORE} {__version__}"
+    others = sorted(f"{name} {version}" for name, version in installed.items() if name != _CORE)
+    details = (f"Python: {sys.executable}", *others)
+    if _CORE not in installed:
+        details = (*details, f"{_CORE} runs from a source tree, without installed metadata")
+    elif installed[_CORE] != __version__:
+        return Check(
+            "versions",
+            "warn",
+            f"{summary}, but the installed metadata says {installed[_CORE]}",
+            f"Reinstall {_CORE} into {sys.prefix}, or remove the other copy from PYTHONPATH.",
+            details,
+        )
+    return Check("versions", "ok", summary, details=details)
+
+
+def check_config(context: DoctorContext) -> Iterator[Check]:
+    """Check that the configuration is valid and that its secrets are private."""
+    loaded = context.loaded
+    if loaded is None:
+        yield Check(
+            "configuration",
+            "fail",
+            context.problem,
+            "Correct it; then run: lifeboat-cache config validate",
+        )
+        return
+    yield Check(
+        "configuration",
+        "ok",
+        loaded.source,
+        details=tuple(str(path) for path in loaded.files),
+    )
+    origin = loaded.origins.get("security.namespace_salt", "")
+    file = Path(origin.rpartition(":")[0])
+    if file not in loaded.files:
+        return
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077:
+        yield Check(
+            "configuration: private",
+            "warn",
+            f"{file} holds the namespace salt, and its mode {mode:04o} lets others read it",
+            f"chmod 600 {file}",
+        )
+    else:
+        yield Check("configuration: private", "ok", f"{file} has the mode {mode:04o}")
+
+
+def check_home(context: DoctorContext) -> Check:
+    """Check that the home directory is this user's, and private."""
+    name = "home directory"
+    if context.loaded is None:
+        return Check(name, "skip", "the configuration is not valid")
+    home = context.loaded.home
+    try:
+        found = home.stat()
+    except FileNotFoundError:
+        return Check(name, "ok", f"{home} is not there yet; it is made on first use")
+    except OSError as error:
+        return Check(
+            name,
+            "fail",
+            f"{home} cannot be looked at ({error.strerror})",
+            "Correct its owner and permissions, or set LIFEBOAT_CACHE_HOME to another directory.",
+        )
+    if not stat.S_ISDIR(found.st_mode):
+        return Check(
+            name,
+            "fail",
+            f"{home} is not a directory",
+            "Move it away, or set LIFEBOAT_CACHE_HOME to a directory.",
+        )
+    if found.st_uid != os.geteuid():
+        return Check(
+            name,
+            "warn",
+            f"{home} belongs to user {found.st_uid}, and this is user {os.geteuid()}",
+            "Run the doctor and the engine as the same user, or set LIFEBOAT_CACHE_HOME to "
+            "another directory.",
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        return Check(
+            name, "warn", f"{home} has the mode {mode:04o}: others can get in", f"chmod 700 {home}"
+        )
+    return Check(name, "ok", f"{home} is private (mode {mode:04o})")

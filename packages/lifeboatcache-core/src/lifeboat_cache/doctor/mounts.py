@@ -1,0 +1,94 @@
+"""Which file system a path is on."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["FileSystemKind", "Mount", "kind_of", "mount_of"]
+
+#: ``container``: gone with the container. ``memory``: gone at the next boot.
+#: ``network``: can hang. ``fuse``: a program that is not known here.
+FileSystemKind = Literal["local", "container", "memory", "network", "fuse"]
+
+_CONTAINER = {"overlay", "aufs", "fuse.fuse-overlayfs", "fuse-overlayfs"}
+_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_NETWORK = {
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "fuse.ceph",
+    "fuse.gcsfuse",
+    "fuse.glusterfs",
+    "fuse.juicefs",
+    "fuse.s3fs",
+    "fuse.sshfs",
+    "gpfs",
+    "lustre",
+    "nfs",
+    "nfs4",
+    "smb3",
+    "smbfs",
+}
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A mounted file system."""
+
+    point: Path
+    type: str
+    source: str
+
+
+def mount_of(path: Path, mountinfo: str | None = None) -> Mount | None:
+    """Return the mount that ``path`` is on, None if it cannot be told.
+
+    Parameters
+    ----------
+    path
+        An existing path.
+    mountinfo
+        The text of ``/proc/self/mountinfo``, by default read from there.
+    """
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        except OSError:
+            return None
+    real = Path(os.path.realpath(path))
+    best: Mount | None = None
+    for line in mountinfo.splitlines():
+        fields = line.split(" ")
+        if "-" not in fields[6:]:
+            continue
+        tail = fields[fields.index("-", 6) + 1 :]
+        if len(tail) < 2:
+            continue
+        mount = Mount(Path(_unescape(fields[4])), tail[0], _unescape(tail[1]))
+        # Later lines cover earlier ones at the same point.
+        covers = best is None or len(mount.point.parts) >= len(best.point.parts)
+        if covers and real.is_relative_to(mount.point):
+            best = mount
+    return best
+
+
+def kind_of(file_system: str) -> FileSystemKind:
+    """Say what the type of a file system means for data kept on it."""
+    if file_system in _CONTAINER:
+        return "container"
+    if file_system in _MEMORY:
+        return "memory"
+    if file_system in _NETWORK:
+        return "network"
+    return "fuse" if file_system.startswith("fuse") and file_system != "fuseblk" else "local"
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)

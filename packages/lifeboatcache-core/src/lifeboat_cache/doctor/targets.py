@@ -1,0 +1,231 @@
+"""Checks of the configured storage targets."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lifeboat_cache.config import Tier
+from lifeboat_cache.config.units import format_size
+from lifeboat_cache.doctor.check import Check, DoctorContext
+from lifeboat_cache.doctor.mounts import kind_of, mount_of
+from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.targets.direct import supports_direct
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.targets.layout import check_root
+
+__all__ = ["check_targets"]
+
+#: A target that does not answer for so many seconds is on a mount that hangs.
+PATIENCE_S = 20.0
+
+#: From this part of its capacity on a store counts as full.
+_FULL = 0.95
+
+
+def check_targets(context: DoctorContext) -> Iterator[Check]:
+    """Check every enabled target; one that hangs is reported, not waited for."""
+    if context.loaded is None:
+        yield Check("targets", "skip", "the configuration is not valid")
+        return
+    for tier in context.loaded.config.storage.places:
+        yield from _patiently(tier)
+
+
+def _patiently(
+    tier: Tier,
+    run: Callable[[str, Tier], list[Check]] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> list[Check]:
+    name = f"target {tier.name}"
+    results: list[Check] = []
+    run = run or _check_tier
+
+    def work() -> None:
+        try:
+            results.extend(run(name, tier))
+        except Exception as error:
+            results.append(
+                Check(
+                    name,
+                    "fail",
+                    f"{tier.path} could not be checked: {type(error).__name__}: {error}",
+                    "Check the disk and its mount.",
+                )
+            )
+
+    # A system call on a dead mount cannot be given up, so it must not hold this thread.
+    worker = threading.Thread(target=work, name=f"doctor {name}", daemon=True)
+    worker.start()
+    worker.join(patience_s)
+    if worker.is_alive():
+        return [
+            Check(
+                name,
+                "fail",
+                f"{tier.path} has not answered for {patience_s:g} s",
+                "Check the mount: the server behind it may be gone.",
+            )
+        ]
+    return results
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tier is, or the directory in which its directory would be made."""
+
+    directory: Path
+    exists: bool
+
+
+def _check_tier(name: str, tier: Tier) -> list[Check]:
+    place, first = _writable(name, tier)
+    if place is None:
+        return [first]
+    return [first, _space(name, tier, place), _direct(name, tier, place), _durable(name, place)]
+
+
+def _place(path: Path) -> _Place:
+    for directory in (path, *path.parents):
+        if directory.exists():
+            return _Place(directory, directory == path)
+    return _Place(Path("/"), False)
+
+
+def _writable(name: str, tier: Tier) -> tuple[_Place | None, Check]:
+    name = f"{name}: writable"
+    remedy = "Choose another path, free space, or correct its owner and permissions."
+    try:
+        # Looks only: foreign files, and stores of a newer format.
+        check_root(tier.path, create=False)
+        place = _place(tier.path)
+        _write_and_read(place.directory)
+    except LifeboatError as error:
+        return None, Check(name, "fail", str(error), "See above; then run the doctor again.")
+    except OSError as error:
+        return None, Check(
+            name, "fail", f"{tier.path} cannot be written ({error.strerror})", remedy
+        )
+    if place.exists:
+        return place, Check(name, "ok", f"{tier.path} takes writes and returns them")
+    return place, Check(
+        name, "ok", f"{tier.path} is not there yet; it can be made in {place.directory}"
+    )
+
+
+def _write_and_read(directory: Path) -> None:
+    path = directory / f".lifeboat-doctor.{secrets.token_hex(8)}.tmp"
+    payload = secrets.token_bytes(4096)
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags, 0o600)
+    try:
+        written = os.pwrite(fd, payload, 0)
+        os.fsync(fd)
+        if written != len(payload) or os.pread(fd, len(payload), 0) != payload:
+            raise OSError(0, "it does not return what was written")
+    finally:
+        os.close(fd)
+        os.unlink(path)
+
+
+def _space(name: str, tier: Tier, place: _Place) -> Check:
+    name = f"{name}: free space"
+    found = os.statvfs(place.directory)
+    free = found.f_bavail * found.f_frsize
+    used = FilesystemTarget.from_tier(tier).usage().used if place.exists else 0
+    room = free - tier.min_free_bytes
+    capacity = tier.capacity_bytes
+    details = (
+        f"used: {format_size(used)}",
+        (
+            f"free on the file system: {format_size(free)}, "
+            f"of which {format_size(tier.min_free_bytes)} stay free (min_free_gb)"
+        ),
+        "capacity: " + ("no limit of its own" if capacity is None else format_size(capacity)),
+    )
+    if room <= 0:
+        return Check(
+            name,
+            "fail",
+            f"{format_size(free)} free, and min_free_gb keeps {format_size(tier.min_free_bytes)}: "
+            "nothing more is stored",
+            "Free space, run lifeboat-cache purge, lower min_free_gb, or choose another disk.",
+            details,
+        )
+    if capacity is not None and used >= _FULL * capacity:
+        return Check(
+            name,
+            "warn",
+            f"{format_size(used)} of {format_size(capacity)} are used: "
+            "new blocks are dropped when it is full",
+            "Run lifeboat-cache purge --older-than 7d, or raise capacity_gb.",
+            details,
+        )
+    if capacity is not None and used + room < capacity:
+        return Check(
+            name,
+            "warn",
+            f"it can only grow to {format_size(used + room)}, "
+            f"its capacity is {format_size(capacity)}",
+            "Free space, or lower capacity_gb to what the disk has.",
+            details,
+        )
+    left = room if capacity is None else capacity - used
+    return Check(name, "ok", f"{format_size(left)} more can be stored", details=details)
+
+
+def _direct(name: str, tier: Tier, place: _Place) -> Check:
+    name = f"{name}: direct I/O"
+    if tier.direct_io == "off":
+        return Check(name, "skip", "direct_io is off")
+    if supports_direct(place.directory, "auto"):
+        return Check(name, "ok", "O_DIRECT works")
+    if tier.direct_io == "on":
+        return Check(
+            name,
+            "fail",
+            "direct_io is on, but O_DIRECT does not work here: the tier cannot be used",
+            "Set direct_io to auto, or choose a path on ext4 or xfs.",
+        )
+    return Check(
+        name,
+        "warn",
+        "O_DIRECT does not work here: reads and writes go through the page cache, and are slower",
+        "Choose a path on ext4 or xfs, or set direct_io to off to accept it.",
+    )
+
+
+def _durable(name: str, place: _Place) -> Check:
+    name = f"{name}: file system"
+    mount = mount_of(place.directory)
+    if mount is None:
+        return Check(name, "skip", "/proc/self/mountinfo does not tell")
+    where = f"{mount.type} mounted at {mount.point}"
+    kind = kind_of(mount.type)
+    if kind == "container":
+        return Check(
+            name,
+            "warn",
+            f"{where}: a container's own layer, its data is lost with the container",
+            "Mount a volume or a host directory into the container, and name it as the path.",
+        )
+    if kind == "memory":
+        return Check(
+            name,
+            "warn",
+            f"{where}: memory, its data is lost at the next boot and takes memory from the engine",
+            "Choose a path on a disk.",
+        )
+    if kind in ("network", "fuse"):
+        what = "a network file system" if kind == "network" else "a user-space file system"
+        return Check(
+            name,
+            "warn",
+            f"{where}: {what}; if it hangs, engine threads that use it hang too",
+            "Choose a path on a local disk.",
+        )
+    return Check(name, "ok", where)
