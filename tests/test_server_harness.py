@@ -39,12 +39,14 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def _server(tmp_path: Path, body: str = _ANSWER, **options: float) -> VllmServer:
+def _server(tmp_path: Path, body: str = _ANSWER, *, start_timeout_s: float = 60) -> VllmServer:
     """A server whose interpreter is a program of ours that ignores ``-m vllm...``."""
     program = tmp_path / "stand-in"
     program.write_text(f"#!{sys.executable}\n{_HEAD}{body}{_TAIL}")
     program.chmod(0o700)
-    return VllmServer(tmp_path, log=tmp_path / "log", python=program, **options)
+    return VllmServer(
+        tmp_path, log=tmp_path / "log", python=program, start_timeout_s=start_timeout_s
+    )
 
 
 def _alive(pid: int) -> bool:

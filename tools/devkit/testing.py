@@ -1,6 +1,7 @@
 """``dev.py test``: everything that CI runs, and one closing line."""
 
 import dataclasses
+import functools
 import os
 import time
 import xml.etree.ElementTree
@@ -106,14 +107,10 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
     if not arguments:
         steps += [("lint", _check_style), ("types", _check_types), ("wheels", _check_wheels)]
     for suite, given in selected:
-        steps.append(
-            (
-                f"tests of {suite.name}",
-                lambda suite=suite, given=given: _run_suite(
-                    suite, given, full=full, must_run=not arguments, counts=counts, ran=ran
-                ),
-            )
+        run = functools.partial(
+            _run_suite, suite, given, full=full, must_run=not arguments, counts=counts, ran=ran
         )
+        steps.append((f"tests of {suite.name}", run))
     rows = []
     good = True
     for name, step in steps:

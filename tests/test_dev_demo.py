@@ -1,0 +1,120 @@
+"""What ``dev.py demo`` prints, and what it calls a success."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from devkit import demo, recipes
+from devkit.places import ROOT
+from devkit.shell import DevError
+from long_prompt import long_prompt
+from vllm_server import ServerError
+
+_KEYS = [
+    "prompt_tokens",
+    "cold_s",
+    "restart_without_s",
+    "restart_with_s",
+    "restored_tokens",
+    "same_text",
+    "disk_bytes",
+]
+_GOOD = demo._Result(4283, 8.0, 7.5, 0.5, 4224, same_text=True, disk_bytes=97_000_000)
+
+
+@pytest.fixture(params=demo.TIERS)
+def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tier whose environment and model are made up."""
+    monkeypatch.setenv("LIFEBOAT_DEV_HOME", str(tmp_path))
+    stand_in = SimpleNamespace(make=lambda: tmp_path / "python")
+    monkeypatch.setattr(recipes, "vllm", lambda: stand_in)
+    monkeypatch.setattr(demo, "make_model", lambda: tmp_path / "model")
+    monkeypatch.setattr(demo, "_measure", lambda _: _GOOD)
+    return str(request.param)
+
+
+def test_json_is_one_line_with_the_promised_keys(
+    tier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.run_demo(tier, as_json=True) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert list(json.loads(line)) == _KEYS
+
+
+def test_table_shows_every_number_and_where_to_look(
+    tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.run_demo(tier, as_json=False) == 0
+    shown = capsys.readouterr().out
+    for number in ("4,283", "8.00 s", "7.50 s", "0.50 s", "4,224", "97.0 MB", "same as"):
+        assert number in shown
+    assert str(tmp_path / "demo" / tier) in shown
+    assert ("lifeboat-cache" in shown) == (tier == "lifeboat")
+
+
+@pytest.mark.parametrize(
+    "bad", [{"same_text": False}, {"restored_tokens": 0}], ids=["text", "nothing restored"]
+)
+def test_bad_result_is_a_failure(
+    tier: str, bad: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = dataclasses.replace(_GOOD, **bad)
+    monkeypatch.setattr(demo, "_measure", lambda _: result)
+    assert demo.run_demo(tier, as_json=True) == 1
+
+
+def test_failed_server_ends_with_the_place_of_the_logs(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise ServerError("no luck")
+
+    monkeypatch.setattr(demo, "_measure", fail)
+    with pytest.raises(DevError, match="no luck") as caught:
+        demo.run_demo(tier, as_json=True)
+    assert str(tmp_path / "demo" / tier) in str(caught.value)
+
+
+def test_nothing_stored_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DevError, match="nothing was stored"):
+        demo._wait_until_stored(tmp_path, quiet_s=0.1, timeout_s=0.5)
+
+
+def test_bytes_are_those_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    with (tmp_path / "below" / "sparse").open("wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(bytes(4096))
+    assert 4096 <= demo._bytes_below(tmp_path) < 1 << 19
+
+
+def test_prompt_never_changes() -> None:
+    assert long_prompt(3) == long_prompt(3)
+    assert long_prompt(3)[:60] != long_prompt(3, seed=2)[:60]
+    assert len(long_prompt()) > 16_000
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_demo_from_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "dev.py"), "demo", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=900,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result) == _KEYS
+    assert result["prompt_tokens"] >= 4_000
+    assert result["restored_tokens"] >= 0.95 * (result["prompt_tokens"] // 256 * 256)
+    assert result["same_text"] is True
+    assert result["disk_bytes"] > 0
