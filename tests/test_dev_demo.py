@@ -58,13 +58,14 @@ def test_table_shows_every_number_and_where_to_look(
 
 
 @pytest.mark.parametrize(
-    "bad", [{"same_text": False}, {"restored_tokens": 0}], ids=["text", "nothing restored"]
+    "bad",
+    [dataclasses.replace(_GOOD, same_text=False), dataclasses.replace(_GOOD, restored_tokens=0)],
+    ids=["text", "nothing restored"],
 )
 def test_bad_result_is_a_failure(
-    tier: str, bad: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    tier: str, bad: demo._Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = dataclasses.replace(_GOOD, **bad)
-    monkeypatch.setattr(demo, "_measure", lambda _: result)
+    monkeypatch.setattr(demo, "_measure", lambda _: bad)
     assert demo.run_demo(tier, as_json=True) == 1
 
 
