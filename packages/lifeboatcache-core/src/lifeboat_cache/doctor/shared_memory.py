@@ -159,7 +159,7 @@ def check_shared_memory(directory: Path = _DIRECTORY) -> Check:
     unknown = tuple(item for item in leftovers if item.state == "unknown")
     details = [_describe(item) for item in leftovers]
     if hidden and unknown:
-        details.append(f"the mappings of {hidden} processes of other users could not be read")
+        details.append(f"the mappings of other users' processes ({hidden}) could not be read")
     if unused:
         size = format_size(sum(item.size for item in unused))
         files = "file" if len(unused) == 1 else "files"

@@ -107,9 +107,7 @@ def _writable(name: str, tier: Tier) -> tuple[_Place | None, Check]:
     except LifeboatError as error:
         return None, Check(name, "fail", str(error), "See above; then run the doctor again.")
     except OSError as error:
-        return None, Check(
-            name, "fail", f"{tier.path} cannot be written ({error.strerror})", remedy
-        )
+        return None, Check(name, "fail", f"{tier.path} cannot be used ({error.strerror})", remedy)
     if place.exists:
         return place, Check(name, "ok", f"{tier.path} takes writes and returns them")
     return place, Check(
