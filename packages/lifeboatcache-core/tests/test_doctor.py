@@ -469,3 +469,17 @@ def test_the_whole_doctor_on_this_machine(
         "target fallback_local: file system",
         "shared memory",
     ]
+
+
+def test_every_check_is_in_the_troubleshooting_page() -> None:
+    page = (Path(__file__).parents[3] / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    for name in (
+        "configuration: private",
+        "home directory",
+        "writable",
+        "free space",
+        "direct I/O",
+        "file system",
+        "shared memory",
+    ):
+        assert f"doctor: `{name}`" in page
