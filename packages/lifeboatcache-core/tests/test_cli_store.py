@@ -43,8 +43,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def namespace(model: str) -> Namespace:
     return Namespace.from_identity(
-        {"model": {"name": model}, "dtype": "bfloat16"},
-        {"model": model, "engine": "vllm 0.32.0", "adapter": "vllm 0.1.0"},
+        {
+            "model": {"hidden_size": 576},
+            "name": model,
+            "dtype": "bfloat16",
+            "adapter": {"name": "lifeboatcache-vllm", "format": 1},
+        },
+        {"model": model, "engine": "vllm 0.32.0"},
     )
 
 
@@ -94,7 +99,7 @@ def test_ls_shows_namespaces(capsys: pytest.CaptureFixture[str], home: Path) -> 
     line = next(line for line in text.splitlines() if "SmolLM2" in line)
     digest = namespace("SmolLM2").hex
     assert line.split()[:2] == [digest[:12], "SmolLM2"]
-    for word in ("bfloat16", "vllm 0.32.0", "vllm 0.1.0", "0 alive, 1 dead"):
+    for word in ("bfloat16", "vllm 0.32.0", "lifeboatcache-vllm 1", "0 alive, 1 dead"):
         assert word in line
     assert "\x1b" not in text
     (one,) = [n for n in listed(capsys)["one"]["namespaces"] if n["digest"] == digest]

@@ -136,6 +136,10 @@ def _fact(info: NamespaceInfo, name: str) -> str:
     places: tuple[Mapping[str, Any], ...] = (info.display, info.identity)
     for place in places:
         value = place.get(name)
+        if isinstance(value, Mapping):
+            # {"name": "vllm", "version": "0.32"}
+            parts = (value.get(part) for part in ("name", "version", "format"))
+            value = " ".join(str(part) for part in parts if isinstance(part, (str, int)))
         if isinstance(value, (str, int)) and value != "":
             return str(value)
     return ""
