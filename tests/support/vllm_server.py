@@ -160,6 +160,10 @@ class VllmServer:
         self._env |= {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Left to itself, vLLM keeps one core free for the rest of the server, but two with a
+            # connector, and none where two are all there are: servers with and without a cache
+            # would compute on different numbers of cores.
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "VLLM_NO_USAGE_STATS": "1",
             **(env or {}),
         }

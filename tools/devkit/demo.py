@@ -48,6 +48,7 @@ class _Stage:
         self.tier = tier
         self.home = dev_home() / "demo" / tier
         self.store = self.home / "kv"
+        self.logs = self.home / "logs"
 
     def clear(self) -> None:
         shutil.rmtree(self.home, ignore_errors=True)
@@ -62,7 +63,7 @@ class _Stage:
         elif cached:
             args = ["--kv-transfer-config", json.dumps(_fs_tier(self.store))]
         return VllmServer(
-            self.model, log=self.home / f"{name}.log", python=self.python, args=args, env=env
+            self.model, log=self.logs / f"{name}.log", python=self.python, args=args, env=env
         )
 
 
@@ -106,7 +107,7 @@ def run_demo(tier: str, *, as_json: bool) -> int:
         try:
             result = _measure(stage)
         except ServerError as error:
-            msg = f"{error}\nthe servers' logs are in {stage.home}"
+            msg = f"{error}\nthe servers' logs are in {stage.logs}"
             raise DevError(msg) from error
     if as_json:
         print(json.dumps(dataclasses.asdict(result)), flush=True)
@@ -129,7 +130,7 @@ def _measure(stage: _Stage) -> _Result:
         msg = f"the prompt has only {cold.prompt_tokens} tokens; raise the days of long_prompt()"
         raise DevError(msg)
     if not repeat.text.strip():
-        msg = "the model answered nothing, so no text can be compared; see first.log"
+        msg = "the model answered nothing, so no text can be compared; see logs/first.log"
         raise DevError(msg)
     disk_bytes = _bytes_below(stage.store)
 
@@ -182,7 +183,10 @@ def _wait_until_stored(store: Path, *, quiet_s: float = 1.0, timeout_s: float = 
             return
         time.sleep(0.1)
     if size <= 0:
-        msg = f"nothing was stored in {store} within {timeout_s:.0f} s; see first.log beside it"
+        msg = (
+            f"nothing was stored in {store} within {timeout_s:.0f} s; logs/first.log beside it says "
+            "why (in a container /dev/shm is often too small: start it with --shm-size=2g)"
+        )
         raise DevError(msg)
 
 
@@ -239,7 +243,7 @@ def _table(result: _Result, stage: _Stage) -> str:
 
 
 def _where_next(stage: _Stage) -> str:
-    lines = [f"  the servers' logs     {stage.home}"]
+    lines = [f"  the servers' logs     {stage.logs}"]
     if stage.tier == "lifeboat":
         command = stage.python.with_name("lifeboat-cache")
         lines += [
