@@ -34,6 +34,9 @@ class Index:
         self._next = 0
         self._writers: list[bytes] = []
         self._writer_numbers: dict[bytes, int] = {}
+        # Other records of keys that are in _rows. One of them answers when the record
+        # that answers now turns out to be dead: journals are read in any order.
+        self._spares: dict[bytes, list[tuple[int, Any]]] = {}
         # Places declared dead by tombstones, which may be read before their records.
         self._buried: set[tuple[bytes, int, int]] = set()
 
@@ -61,7 +64,8 @@ class Index:
     def insert(self, writer: bytes, entries: Entries) -> int:
         """Take in entries of one writer's journal, records and tombstones.
 
-        The first record of a key stays. Returns how many keys are new.
+        The first record of a key answers for it, the others are kept in reserve.
+        Returns how many keys are new.
         """
         added = 0
         for first in range(0, entries.shape[0], _SLICE):
@@ -77,17 +81,31 @@ class Index:
                         dead = part["payload_checksum"][at].tobytes()
                         self._bury(key, (dead, segments[at], slots[at]))
                         continue
-                    if key in self._rows:
-                        continue
                     if self._buried and (writer, segments[at], slots[at]) in self._buried:
                         continue
-                    row = self._take_row()
-                    self._entries[row] = part[at]
-                    self._writer_of[row] = number
-                    self._used[row] = part["time"][at]
-                    self._rows[key] = row
+                    if key in self._rows:
+                        self._spares.setdefault(key, []).append((number, part[at].copy()))
+                        continue
+                    self._answer(key, number, part[at])
                     added += 1
         return added
+
+    def _answer(self, key: bytes, number: int, entry: Any) -> None:
+        """Let a record answer for its key, which has none now."""
+        row = self._take_row()
+        self._entries[row] = entry
+        self._writer_of[row] = number
+        self._used[row] = entry["time"]
+        self._rows[key] = row
+
+    def _drop(self, key: bytes) -> None:
+        """Forget the record that answers for ``key``; another one takes over if there is one."""
+        self._free.append(self._rows.pop(key))
+        spares = self._spares.get(key)
+        if spares:
+            self._answer(key, *spares.pop(0))
+            if not spares:
+                del self._spares[key]
 
     def _writer_number(self, writer: bytes) -> int:
         number = self._writer_numbers.get(writer)
@@ -114,27 +132,43 @@ class Index:
     def _bury(self, key: bytes, place: tuple[bytes, int, int]) -> None:
         self._buried.add(place)
         row = self._rows.get(key)
-        if row is not None and self._place(row) == place:
-            del self._rows[key]
-            self._free.append(row)
+        if row is None:
+            return
+        if self._place(row) == place:
+            self._drop(key)
+        elif key in self._spares:
+            spares = [spare for spare in self._spares[key] if self._spare_place(spare) != place]
+            if spares:
+                self._spares[key] = spares
+            else:
+                del self._spares[key]
 
     def _place(self, row: int) -> tuple[bytes, int, int]:
-        entry = self._entries[row]
-        return (
-            self._writers[int(self._writer_of[row])],
-            int(entry["segment"]),
-            int(entry["slot"]),
-        )
+        return self._spare_place((int(self._writer_of[row]), self._entries[row]))
+
+    def _spare_place(self, spare: tuple[int, Any]) -> tuple[bytes, int, int]:
+        number, entry = spare
+        return self._writers[number], int(entry["segment"]), int(entry["slot"])
 
     def remove(self, key: bytes, writer: bytes, segment: int, slot: int) -> bool:
-        """Forget a record, unless the key meanwhile has another one."""
+        """Forget a record, unless the key meanwhile is answered by another one."""
         with self._lock:
             row = self._rows.get(key)
             if row is None or self._place(row) != (writer, segment, slot):
                 return False
-            del self._rows[key]
-            self._free.append(row)
+            self._drop(key)
             return True
+
+    def take(self, key: bytes) -> list[tuple[bytes, Any]]:
+        """Forget a key; returns ``(writer, entry)`` of all its records."""
+        with self._lock:
+            row = self._rows.pop(key, None)
+            if row is None:
+                return []
+            records = [(int(self._writer_of[row]), self._entries[row].copy())]
+            self._free.append(row)
+            records += self._spares.pop(key, ())
+            return [(self._writers[number], entry) for number, entry in records]
 
     def touch(self, keys: Sequence[bytes], now: int) -> list[tuple[bytes, int, int]]:
         """Set the time of last use (seconds); returns the places of the keys found."""

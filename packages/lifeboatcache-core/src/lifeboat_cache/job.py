@@ -97,13 +97,13 @@ class Job:
         self._batch = None
         return True
 
-    def publish(self) -> bool:
-        """Wake the waiters and call ``on_done`` (once, by the store).
+    @property
+    def polled(self) -> bool:
+        """Whether the job has no ``on_done`` and is handed out by ``poll``."""
+        return self._on_done is None
 
-        Returns whether the job has no ``on_done`` and is to be polled.
-        """
+    def publish(self) -> None:
+        """Wake the waiters and call ``on_done`` (once, by the store)."""
         self._event.set()
-        if self._on_done is None:
-            return True
-        self._on_done(self)
-        return False
+        if self._on_done is not None:
+            self._on_done(self)

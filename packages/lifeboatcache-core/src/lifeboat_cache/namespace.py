@@ -35,27 +35,27 @@ def canonical_json(value: object) -> bytes:
     IdentityError
         If ``value`` holds something that JSON cannot say unambiguously.
     """
-    _check(value, "identity")
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    plain = _plain(value, "identity")
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _check(value: object, where: str) -> None:
+def _plain(value: object, where: str) -> object:
+    """``value`` in dicts and lists of its own, or an error."""
     if value is None or isinstance(value, (str, bool, int)):
-        return
+        return value
     if isinstance(value, float):
         if not math.isfinite(value):
             raise IdentityError(f"{where} is {value}: write non-finite numbers as strings")
-        return
+        return value
     if isinstance(value, Mapping):
+        out = {}
         for key, item in value.items():
             if not isinstance(key, str):
                 raise IdentityError(f"{where} has the key {key!r}: turn keys into strings")
-            _check(item, f"{where}.{key}")
-        return
+            out[key] = _plain(item, f"{where}.{key}")
+        return out
     if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _check(item, f"{where}[{index}]")
-        return
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise IdentityError(
         f"{where} is of type {type(value).__name__}: turn it into text, numbers, lists or mappings"
     )
@@ -92,8 +92,10 @@ class Namespace:
         """
         if not identity:
             raise IdentityError("the identity is empty: say at least which engine and model it is")
-        digest = blake3(canonical_json(identity), derive_key_context=_CONTEXT).digest()
-        return cls(identity=dict(identity), digest=digest, display=dict(display or {}))
+        text = canonical_json(identity)
+        digest = blake3(text, derive_key_context=_CONTEXT).digest()
+        # Read back, so that the caller's later changes do not reach the document.
+        return cls(identity=dict(json.loads(text)), digest=digest, display=dict(display or {}))
 
     @property
     def hex(self) -> str:
@@ -116,10 +118,11 @@ class Namespace:
             },
             indent=2,
             sort_keys=True,
+            default=str,  # only for people, in `display`
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Namespace:
+    def from_json(cls, text: str | bytes) -> Namespace:
         """Read ``namespace.json`` back and check the digest.
 
         Raises
@@ -131,7 +134,7 @@ class Namespace:
             document = json.loads(text)
             namespace = cls.from_identity(document["identity"], document.get("display"))
             stated = document["digest"]
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             raise FormatError(
                 f"not a namespace document ({exc}): purge its directory, or restore the file"
             ) from exc

@@ -101,7 +101,7 @@ class FileHeader:
                 f"{FORMAT_VERSION}; upgrade lifeboatcache-core to use it"
             )
         stated = data[_CHECKSUM_AT:HEADER_BYTES]
-        if length != HEADER_BYTES or header_checksum(data[:_CHECKSUM_AT]) != stated:
+        if version < 1 or length != HEADER_BYTES or header_checksum(data[:_CHECKSUM_AT]) != stated:
             raise FormatError(f"{where}: the header is corrupt; `lifeboat-cache purge` removes it")
         if found != magic:
             raise FormatError(f"{where}: holds {found!r} where {magic!r} belongs; it is skipped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -126,6 +127,8 @@ class BlockStore:
         self._finished: deque[Job] = deque()
         self._pins: Counter[bytes] = Counter()
         self._touched: dict[tuple[bytes, int, int], int] = {}
+        self._burials = 0  # deletions on their way to storage
+        self._process = os.getpid()
         self._cancelling = False
         self._recovered = threading.Event()
         self._stop = threading.Event()
@@ -242,22 +245,30 @@ class BlockStore:
             False for keys that are pinned or not there.
         """
         done = np.zeros(len(keys), dtype=bool)
+        if self._process != os.getpid():
+            return done
         doomed: list[tuple[bytes, Any]] = []
-        for number, item in enumerate(self._index.get(keys)):
-            if item is None:
-                continue
-            writer, entry = item
-            with self._lock:
-                if self._pins.get(keys[number], 0):
-                    continue
-                done[number] = self._index.remove(
-                    keys[number], writer, int(entry["segment"]), int(entry["slot"])
-                )
-            if done[number]:
-                doomed.append((writer, entry))
+        with self._lock:
+            if self._state in (State.DISABLED, State.CLOSED):
+                return done
+            for number, key in enumerate(keys):
+                if not self._pins.get(key, 0):
+                    records = self._index.take(key)
+                    done[number] = bool(records)
+                    doomed += records
+            if doomed:
+                self._burials += 1
         if doomed:
-            self._pool.submit("store", [lambda: self._bury(doomed)])
+            self._pool.submit("store", [partial(self._bury_deleted, doomed)])
         return done
+
+    def _bury_deleted(self, records: list[tuple[bytes, Any]]) -> None:
+        try:
+            self._bury(records)
+        finally:
+            with self._idle:
+                self._burials -= 1
+                self._idle.notify_all()
 
     # Jobs -------------------------------------------------------------------
 
@@ -269,14 +280,16 @@ class BlockStore:
         batch
             The blocks.
         on_done
-            Called on an I/O thread when the job is done. Without it the job is
-            handed out by :meth:`poll`.
+            Called once when the job is done: on an I/O thread, or before this
+            returns if the job is refused. It must not wait for the store. Without
+            it the job is handed out by :meth:`poll`.
 
         Raises
         ------
         StoreClosedError
-            If the store is closed.
+            If the store is closed, or belongs to the process that forked this one.
         """
+        self._check_process()
         job = Job("store", batch, on_done)
         size = int(batch.buffers.sizes().sum())
         with self._lock:
@@ -304,6 +317,7 @@ class BlockStore:
         The memory of a block that is not ``OK`` holds anything. See :meth:`store`
         for ``on_done`` and errors.
         """
+        self._check_process()
         job = Job("load", batch, on_done)
         with self._lock:
             self._admit(job)
@@ -320,9 +334,9 @@ class BlockStore:
 
     def poll(self) -> list[Job]:
         """Jobs without ``on_done`` that are done since the last call."""
-        out = []
-        while self._finished:
-            out.append(self._finished.popleft())
+        with self._lock:
+            out = list(self._finished)
+            self._finished.clear()
         return out
 
     def busy(self) -> bool:
@@ -330,7 +344,7 @@ class BlockStore:
         return bool(self._jobs)
 
     def drain(self, timeout: float | None = None, *, cancel: bool = False) -> bool:
-        """Wait until no job is under way.
+        """Wait until no job is under way and what was deleted is gone from storage.
 
         Parameters
         ----------
@@ -344,6 +358,8 @@ class BlockStore:
         bool
             Whether all jobs are done. If false, I/O may still touch their memory.
         """
+        if self._process != os.getpid():
+            return True
         with self._idle:
             self._cancelling = cancel
             waiting = self._waiting if cancel else []
@@ -353,8 +369,9 @@ class BlockStore:
             job.outcomes[:] = Outcome.CANCELLED
             self._finish(job, int(job.batch.buffers.sizes().sum()))
         with self._idle:
-            done = self._idle.wait_for(lambda: not self._jobs, timeout)
-            self._cancelling = False
+            done = self._idle.wait_for(lambda: not (self._jobs or self._burials), timeout)
+            # A store that is given up must not start what is still queued.
+            self._cancelling = cancel and self._state is State.CLOSED
         return done
 
     def close(self, timeout: float = 30.0) -> bool:
@@ -371,6 +388,8 @@ class BlockStore:
         bool
             Whether no I/O touches the callers' memory any more.
         """
+        if self._process != os.getpid():  # a forked child must not end what is its parent's
+            return True
         with self._lock:
             if self._state is State.CLOSED:
                 return not self._jobs
@@ -396,6 +415,13 @@ class BlockStore:
             )
         return quiet
 
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise StoreClosedError(
+                "this process was forked from the one that opened the block store, and its "
+                "threads stayed there: open a store of its own"
+            )
+
     def _admit(self, job: Job) -> None:
         if self._state is State.CLOSED:
             raise StoreClosedError("the block store is closed: open a new one")
@@ -408,16 +434,17 @@ class BlockStore:
 
     def _complete(self, job: Job, reserved: int) -> None:
         self._counters.job(job.kind, job.outcomes.tolist(), job.bytes_moved, job.seconds)
-        try:
-            polled = job.publish()
-        except Exception:  # the caller's callback must not leave the job under way
-            _log.exception("LifeboatCache: a completion callback failed")
-            polled = False
+        if not job.polled:
+            try:
+                job.publish()
+            except Exception:  # the caller's callback must not leave the job under way
+                _log.exception("LifeboatCache: a completion callback failed")
         with self._idle:
             self._pending -= reserved
             self._jobs.discard(job)
-            if polled:
+            if job.polled:  # under the lock: who has waited for the job finds it polled
                 self._finished.append(job)
+                job.publish()
             self._idle.notify_all()
 
     def _planned(self, job: Job, size: int) -> Callable[[], None]:
@@ -463,13 +490,28 @@ class BlockStore:
     def _plan_store(self, job: Job) -> list[_Part]:
         """Leave out what is there and cut the rest into parts."""
         batch = job.batch
-        present = self._index.contains(batch.keys)
-        job.outcomes[np.array(present, dtype=bool)] = Outcome.PRESENT
-        wanted = [number for number, there in enumerate(present) if not there]
-        return [
-            (part, partial(self._store_part, job, part))
-            for part in _cut(wanted, batch.buffers.sizes())
-        ]
+        sizes = batch.buffers.sizes()
+        wanted: list[int] = []
+        doomed: list[tuple[bytes, Any]] = []
+        for number, there in enumerate(self._index.contains(batch.keys)):
+            if not there:
+                wanted.append(number)
+                continue
+            key = batch.keys[number]
+            (item,) = self._index.get([key])
+            if item is not None and _holds(item[1], int(sizes[number]), batch.layout):
+                job.outcomes[number] = Outcome.PRESENT
+                continue
+            # Nobody who uses this layout could ever load what is there: replace it.
+            with self._lock:
+                if self._pins.get(key, 0):
+                    job.outcomes[number] = Outcome.MISMATCH
+                    continue
+                doomed += self._index.take(key)
+            wanted.append(number)
+        if doomed:
+            self._bury(doomed)
+        return [(part, partial(self._store_part, job, part)) for part in _cut(wanted, sizes)]
 
     def _store_part(self, job: Job, part: list[int]) -> int:
         writer = self._start_writer()
@@ -518,7 +560,10 @@ class BlockStore:
         """The writer, started at the first store: who only reads leaves no files."""
         with self._writer_lock:
             if self._writer is not None:
-                return self._writer
+                if not self._writer.lost:
+                    return self._writer
+                self._writer.close()
+                self._writer = None
             target, namespace = self._target, self._namespace
             if target is None or namespace is None or time.monotonic() < self._writer_retry:
                 return None
@@ -542,14 +587,7 @@ class BlockStore:
                 job.outcomes[number] = Outcome.MISSING
                 continue
             entry = item[1]
-            fits = (
-                int(entry["raw_length"]) == int(sizes[number])
-                and int(entry["layout"]) == batch.layout
-                and int(entry["codec"]) == CODEC_RAW
-                and int(entry["stored_length"]) == int(sizes[number])
-                and int(entry["algorithm"]) in KNOWN_ALGORITHMS
-            )
-            if fits:
+            if _holds(entry, int(sizes[number]), batch.layout):
                 wanted.append(number)
             else:
                 job.outcomes[number] = Outcome.MISMATCH
@@ -713,7 +751,7 @@ class BlockStore:
             return
         own = self._writer.writer if self._writer is not None else None
         for page in reader.poll(own):
-            self._index.insert(page.writer, page.entries)
+            self._index.insert(page.writer, page.entries[_readable(page.entries)])
             if page.bad:
                 self._counters.add(bad_entries=page.bad)
             if self._stop.is_set():
@@ -734,6 +772,24 @@ class BlockStore:
             accesses["writer"][at] = np.void(owner)
             accesses["segment"][at], accesses["slot"][at], accesses["time"][at] = segment, slot, now
         writer.log_access(accesses)
+
+
+def _holds(entry: Any, size: int, layout: int) -> bool:
+    """Whether a record can be loaded into ``size`` bytes of the caller's layout."""
+    return (
+        int(entry["raw_length"]) == size
+        and int(entry["stored_length"]) == size
+        and int(entry["layout"]) == layout
+    )
+
+
+def _readable(entries: Entries) -> npt.NDArray[np.bool_]:
+    """Which entries this release can use; a later one may have written the others."""
+    known = np.isin(entries["algorithm"], list(KNOWN_ALGORITHMS))
+    usable: npt.NDArray[np.bool_] = (entries["kind"] == KIND_TOMBSTONE) | (
+        known & (entries["codec"] == CODEC_RAW)
+    )
+    return usable
 
 
 def _cut(numbers: list[int], sizes: npt.NDArray[np.int64]) -> list[list[int]]:

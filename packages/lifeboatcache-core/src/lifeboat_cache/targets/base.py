@@ -146,6 +146,10 @@ class TargetWriter(ABC):
     #: 16-byte identity of this writer.
     writer: bytes
 
+    #: Whether its files were removed under it. Nothing it appends can be kept any
+    #: more: close it and start another.
+    lost: bool = False
+
     @abstractmethod
     def append(self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]) -> list[int]:
         """Write payloads, then their journal entries.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -40,8 +42,16 @@ from lifeboat_cache.targets.segment_writer import SegmentWriter
 
 __all__ = ["FilesystemTarget", "TierSettings"]
 
+_log = logging.getLogger("lifeboat_cache")
+
 #: Other writers' use of the directory is measured again after so many seconds.
 _USAGE_AGE_S = 10.0
+
+#: Name of a namespace's directory: the first half of its digest.
+_DIRECTORY = re.compile(r"[0-9a-f]{32}")
+
+#: A namespace's full digest, or the half that names the directory.
+_DIGEST = re.compile(r"[0-9a-f]{32}(?:[0-9a-f]{32})?")
 
 #: Temporary files older than so many seconds were left by a killed process.
 _STALE_S = 3600.0
@@ -145,6 +155,10 @@ class FilesystemTarget(Target):
         except TargetError:
             raise
         except OSError as exc:
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                # What is there can still be loaded, and space may come back.
+                _log.warning("LifeboatCache: %s is full: nothing is stored there", self._root)
+                return
             raise TargetError(
                 exc.errno,
                 f"{self._root} is not writable ({exc.strerror}): choose another path, free space, "
@@ -184,24 +198,17 @@ class FilesystemTarget(Target):
 
     def writer(self, namespace: Namespace) -> TargetWriter:
         directory = self._root / namespace.directory
-        document = directory / "namespace.json"
         try:
             writer = self._start_writer(directory, namespace)
         except FileNotFoundError:  # a purge removed the empty directory just now
             writer = self._start_writer(directory, namespace)
-        # After the writer's lock is there: a purge that empties the directory at
-        # this very moment then leaves it alone or has its document replaced.
         try:
-            known = Namespace.from_json(document.read_text())
-        except (OSError, FormatError):
-            write_atomically(document, namespace.to_json().encode() + b"\n")
-        else:
-            if known != namespace:
-                writer.close()
-                raise TargetError(
-                    errno.EEXIST,
-                    f"{directory} belongs to another namespace ({known.hex}): move it away",
-                )
+            # After the writer's lock is there: a purge that empties the directory at
+            # this very moment then leaves it alone or has its document replaced.
+            _document(directory, namespace)
+        except BaseException:
+            writer.close()
+            raise
         return writer
 
     def _start_writer(self, directory: Path, namespace: Namespace) -> SegmentWriter:
@@ -217,7 +224,7 @@ class FilesystemTarget(Target):
                 names = [
                     entry.name
                     for entry in listing
-                    if len(entry.name) == 32 and entry.is_dir(follow_symlinks=False)
+                    if _DIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
                 ]
         except OSError:
             return []
@@ -232,7 +239,7 @@ class FilesystemTarget(Target):
     def _describe(self, directory: Path) -> NamespaceInfo:
         problems: list[str] = []
         try:
-            namespace = Namespace.from_json((directory / "namespace.json").read_text())
+            namespace = Namespace.from_json((directory / "namespace.json").read_bytes())
             digest, identity = namespace.hex, dict(namespace.identity)
             display = dict(namespace.display)
         except (OSError, LifeboatError) as exc:
@@ -254,6 +261,10 @@ class FilesystemTarget(Target):
     def purge(
         self, digest: str, *, older_than_s: float | None = None, dry_run: bool = False
     ) -> PurgeReport:
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(
+                f"{digest!r} is not a namespace digest: `lifeboat-cache ls` shows them"
+            )
         report = PurgeReport()
         if not check_root(self._root, create=False):
             return report
@@ -271,6 +282,10 @@ class FilesystemTarget(Target):
                 continue
             if any(_newer(Path(entry.path)) for entry in files):
                 report.kept.append((writer, "written by a newer release: use that one to purge"))
+                continue
+            segments = any(entry.name.endswith(".segment") for entry in files)
+            if newest is not None and not segments and max(map(_mtime, files)) > newest:
+                report.kept.append((writer, "was active since then"))
                 continue
             self._purge_writer(directory, writer, files, newest, report, dry_run)
         if not dry_run and not any(parse_name(e.name) for e in _entries(directory)):
@@ -315,6 +330,21 @@ class FilesystemTarget(Target):
             report.bytes += _allocated(entry)
             if not dry_run:
                 _unlink(Path(entry.path))
+
+
+def _document(directory: Path, namespace: Namespace) -> None:
+    """Make sure that a directory's ``namespace.json`` names ``namespace``."""
+    document = directory / "namespace.json"
+    try:
+        known = Namespace.from_json(document.read_bytes())
+    except (OSError, FormatError):
+        write_atomically(document, namespace.to_json().encode() + b"\n")
+        return
+    if known != namespace:
+        raise TargetError(
+            errno.EEXIST,
+            f"{directory} belongs to another namespace ({known.hex}): move it away",
+        )
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:

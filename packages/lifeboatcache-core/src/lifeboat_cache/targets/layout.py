@@ -24,6 +24,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lifeboat_cache.errors import ForeignDataError, NewerFormatError, TargetError
 from lifeboat_cache.format.header import FORMAT_VERSION
@@ -53,10 +54,21 @@ _NAME = re.compile(
     r"(?P<kind>segment|dead|journal|access|lock)"
 )
 
-# Writers of this very process. Opening and closing a lock file that this process
-# holds would drop the lock (POSIX locks belong to the process), so it is asked here.
-_own: set[str] = set()
+# Writers of this very process and who they are. Opening and closing a lock file that
+# this process holds would drop the lock (POSIX locks belong to the process), so it is
+# asked here.
+_own: dict[str, str] = {}
 _own_guard = threading.Lock()
+
+
+def _forget_own() -> None:
+    """In a forked child: the locks stayed with the parent."""
+    global _own_guard
+    _own_guard = threading.Lock()
+    _own.clear()
+
+
+os.register_at_fork(after_in_child=_forget_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
+            file.flush()
+            # Small and rare: after power loss it must not be found empty.
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -131,7 +146,7 @@ def check_root(root: Path, *, create: bool) -> bool:
     """
     marker = root / ROOT_MARKER
     try:
-        text = marker.read_text()
+        text = marker.read_bytes()
     except FileNotFoundError:
         text = None
     except OSError as exc:
@@ -142,7 +157,7 @@ def check_root(root: Path, *, create: bool) -> bool:
     if text is not None:
         try:
             version = int(json.loads(text)["format"])
-        except (ValueError, KeyError, TypeError) as exc:
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
             raise ForeignDataError(
                 f"{marker} is damaged: delete that one file if the directory holds nothing "
                 "but KV of LifeboatCache, or choose another path"
@@ -205,7 +220,7 @@ class WriterLock:
             }
             os.write(self._fd, json.dumps(owner).encode() + b"\n")
             with _own_guard:
-                _own.add(self._hex)
+                _own[self._hex] = _owner_text(owner)
             # Locked before it has its name, so that nobody can find it unlocked.
             os.rename(temporary, self._path)
         except BaseException:
@@ -218,7 +233,7 @@ class WriterLock:
         """Let go. The file stays: it says who the dead writer was."""
         if self._fd >= 0:
             with _own_guard:
-                _own.discard(self._hex)
+                _own.pop(self._hex, None)
             os.close(self._fd)
             self._fd = -1
 
@@ -249,8 +264,14 @@ def writer_alive(directory: Path, writer: str) -> bool:
 
 def lock_owner(directory: Path, writer: str) -> str:
     """Who a writer is or was, for people (``pid 12 on host``); empty if unknown."""
+    with _own_guard:
+        if writer in _own:
+            return _own[writer]
     try:
-        owner = json.loads((directory / f"{writer}.lock").read_text())
-        return f"pid {int(owner['pid'])} on {owner['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        return _owner_text(json.loads((directory / f"{writer}.lock").read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
+
+
+def _owner_text(owner: dict[str, Any]) -> str:
+    return f"pid {int(owner['pid'])} on {owner['host']}"

@@ -67,7 +67,10 @@ class _OpenSegment:
     def __init__(self, path: Path, header: FileHeader, direct: bool) -> None:
         self.fd = self.direct_fd = -1
         self.fd = os.open(path, _OPEN)
-        found = FileHeader.unpack(os.pread(self.fd, HEADER_BYTES, 0), MAGIC_SEGMENT, path.name)
+        data = os.pread(self.fd, HEADER_BYTES, 0)
+        if len(data) < HEADER_BYTES:  # cut, or being purged: what was there has gone
+            raise FileNotFoundError(errno.ENOENT, "the segment is cut off", path.name)
+        found = FileHeader.unpack(data, MAGIC_SEGMENT, path.name)
         if (found.namespace, found.writer, found.segment) != (
             header.namespace,
             header.writer,
@@ -152,7 +155,7 @@ class SegmentReader(TargetReader):
                 if header.namespace != self._namespace or header.writer != journal.writer:
                     raise FormatError(f"{path.name}: the header names another writer; skipped")
                 journal.valid = True
-            extents: dict[int, tuple[int, npt.NDArray[np.bool_]]] = {}
+            dead = False
             while True:
                 at = HEADER_BYTES + journal.index * ENTRY_BYTES
                 data = os.pread(fd, _PAGE_ENTRIES * ENTRY_BYTES, at)
@@ -163,7 +166,11 @@ class SegmentReader(TargetReader):
                 last_page = whole < _PAGE_ENTRIES
                 if last_page:
                     tail = len(data) % ENTRY_BYTES > 0
-                    if (bad or tail) and not writer_alive(self._directory, journal.writer.hex()):
+                    if (bad or tail) and not dead:
+                        dead = not writer_alive(self._directory, journal.writer.hex())
+                        if dead:  # read what it finished before it died
+                            continue
+                    if dead:
                         # Nobody will ever finish it.
                         bad += int(tail and not journal.torn)
                         journal.torn = journal.torn or tail
@@ -174,7 +181,7 @@ class SegmentReader(TargetReader):
                             whole -= 1
                             bad -= 1
                 journal.index += whole
-                kept, misplaced = self._placed(entries, journal.writer, extents)
+                kept, misplaced = self._placed(entries, journal.writer)
                 if kept.shape[0] or bad or misplaced:
                     yield JournalPage(journal.writer, kept, bad + misplaced)
                 if last_page:
@@ -187,21 +194,15 @@ class SegmentReader(TargetReader):
         _, bad = parse_entries(one, journal.writer, journal.index + number, self._namespace)
         return bad == 0
 
-    def _placed(
-        self,
-        entries: Entries,
-        writer: bytes,
-        extents: dict[int, tuple[int, npt.NDArray[np.bool_]]],
-    ) -> tuple[Entries, int]:
+    def _placed(self, entries: Entries, writer: bytes) -> tuple[Entries, int]:
         """Leave out records that are dead, gone, or not inside their segment."""
         keep = np.zeros(entries.shape[0], dtype=bool)
         misplaced = 0
         keep[entries["kind"] == KIND_TOMBSTONE] = True
         records = entries["kind"] == KIND_RECORD
         for segment in np.unique(entries["segment"][records]).tolist():
-            if segment not in extents:
-                extents[segment] = self._extent(writer, segment)
-            size, dead = extents[segment]
+            # Not remembered from page to page: a living writer's segment grows.
+            size, dead = self._extent(writer, segment)
             mine = records & (entries["segment"] == segment)
             if not size:  # purged: nothing is wrong, nothing is there
                 continue
@@ -209,7 +210,6 @@ class SegmentReader(TargetReader):
             inside = (
                 (offset >= HEADER_BYTES)
                 & (offset % ALIGNMENT == 0)
-                & (offset <= np.uint64(size))
                 & (
                     entries["stored_length"]
                     <= np.uint64(size) - np.minimum(offset, np.uint64(size))
@@ -307,6 +307,8 @@ class SegmentReader(TargetReader):
             segment = self._segment(first.writer, first.segment)
             fd = segment.direct_fd if direct and segment.direct_fd >= 0 else segment.fd
             moved = read_into(fd, pieces, first.offset)
+        except NewerFormatError:  # not ours to judge
+            outcome, moved = Outcome.MISSING, 0
         except FormatError:
             outcome, moved = Outcome.CORRUPT, 0
         except OSError as exc:
@@ -337,8 +339,11 @@ class SegmentReader(TargetReader):
                 raise OSError(errno.EBADF, "the reader is closed")
             found = self._open.get(key)
             if found is not None:
-                self._open.move_to_end(key)
-                return found
+                if os.fstat(found.fd).st_nlink:
+                    self._open.move_to_end(key)
+                    return found
+                # Somebody deleted the file: give its space back.
+                del self._open[key]
         opened = _OpenSegment(
             self._directory / segment_name(writer.hex(), number),
             FileHeader(MAGIC_SEGMENT, self._namespace, writer, number, 0),

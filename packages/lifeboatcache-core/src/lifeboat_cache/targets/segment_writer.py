@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lifeboat_cache.batch import BlockBuffers
-from lifeboat_cache.format.access import pack_accesses
+from lifeboat_cache.format.access import ACCESS_BYTES, pack_accesses
 from lifeboat_cache.format.header import (
     HEADER_BYTES,
     MAGIC_ACCESS,
@@ -51,6 +51,19 @@ def _padded(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
+def _create(path: Path, header: bytes) -> int:
+    """Create a file with a header and return it open for writing; all or nothing."""
+    fd = os.open(path, _NEW, FILE_MODE)
+    try:
+        write_from(fd, [memoryview(header)], 0)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    return fd
+
+
 class _Segment:
     """An open segment. Closed when the last user lets go of the object."""
 
@@ -63,8 +76,7 @@ class _Segment:
         self.next_slot = 0
         self.created = time.monotonic()
         self.direct_fd = -1
-        self.fd = os.open(path, _NEW, FILE_MODE)
-        os.pwrite(self.fd, header, 0)
+        self.fd = _create(path, header)
         if direct:
             flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | O_DIRECT
             with contextlib.suppress(OSError):
@@ -112,26 +124,22 @@ class SegmentWriter(TargetWriter):
         self._next_segment = 0
         self._entries = 0
         self._journal_fd = -1
+        self._accesses = 0
         self._access_fd = -1
         self._closed = False
         self._alive = WriterLock(directory, self.writer)
         try:
-            self._journal_fd = self._create(f"{self._hex}.journal", MAGIC_JOURNAL)
+            self._journal_fd = _create(
+                directory / f"{self._hex}.journal", self._header(MAGIC_JOURNAL)
+            )
         except BaseException:
             self._alive.release()
+            with contextlib.suppress(OSError):
+                os.unlink(directory / f"{self._hex}.lock")
             raise
 
     def _header(self, magic: bytes, segment: int = 0) -> bytes:
         return FileHeader(magic, self._namespace, self.writer, segment, int(time.time())).pack()
-
-    def _create(self, name: str, magic: bytes) -> int:
-        fd = os.open(self._directory / name, _NEW, FILE_MODE)
-        try:
-            os.pwrite(fd, self._header(magic), 0)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
 
     def append(self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]) -> list[int]:
         count = len(blocks)
@@ -160,7 +168,12 @@ class SegmentWriter(TargetWriter):
             return refusal
         try:
             segment = self._place(entries, sizes, total)
-            self._write(segment, entries, buffers, blocks)
+            try:
+                self._write(segment, entries, buffers, blocks)
+            except OSError:
+                self._take_back(segment, entries, total)
+                raise
+            self._check_kept(segment)
             self._journal(entries)
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -182,13 +195,14 @@ class SegmentWriter(TargetWriter):
                 )
             ):
                 number = self._next_segment
+                # Even if it fails: a number is never used twice.
+                self._next_segment = number + 1
                 segment = _Segment(
                     self._directory / segment_name(self._hex, number),
                     number,
                     self._header(MAGIC_SEGMENT, number),
                     self._direct,
                 )
-                self._next_segment = number + 1
                 self._segment = segment
             starts = np.zeros(len(sizes), dtype=np.uint64)
             np.cumsum(np.asarray(sizes[:-1], dtype=np.uint64), out=starts[1:])
@@ -200,6 +214,24 @@ class SegmentWriter(TargetWriter):
             segment.offset += total
             segment.next_slot += len(sizes)
             return segment
+
+    def _take_back(self, segment: _Segment, entries: Entries, total: int) -> None:
+        """Give the space of a run that could not be written back, if it is the last one."""
+        start = int(entries["offset"][0])
+        with self._lock:
+            if segment.offset == start + total:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(segment.fd, start)
+                segment.offset = start
+                segment.next_slot -= len(entries)
+
+    def _check_kept(self, segment: _Segment) -> None:
+        """Raise ``OSError`` if somebody has deleted our files: nothing would be kept."""
+        if not os.fstat(segment.fd).st_nlink:
+            with self._lock:
+                if self._segment is segment:
+                    self._segment = None
+            raise OSError(errno.ESTALE, "the segment was deleted")
 
     def _write(
         self, segment: _Segment, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]
@@ -220,13 +252,22 @@ class SegmentWriter(TargetWriter):
             if self._journal_fd < 0:
                 raise OSError(errno.EBADF, "the writer is closed")
             data = seal_entries(entries, self.writer, self._entries, self._namespace)
-            write_from(
-                self._journal_fd,
-                [memoryview(data)],
-                HEADER_BYTES + self._entries * ENTRY_BYTES,
-            )
-            # Only now: an entry that failed half-way is overwritten by the next one.
+            try:
+                write_from(
+                    self._journal_fd,
+                    [memoryview(data)],
+                    HEADER_BYTES + self._entries * ENTRY_BYTES,
+                )
+            except OSError:
+                # What is whole stays: readers may know it already. A torn entry is
+                # overwritten by the next one.
+                end = os.fstat(self._journal_fd).st_size
+                self._entries = max(self._entries, (end - HEADER_BYTES) // ENTRY_BYTES)
+                raise
             self._entries += len(entries)
+            if not os.fstat(self._journal_fd).st_nlink:
+                self.lost = True
+                raise OSError(errno.ESTALE, "the journal was deleted")
 
     def bury(self, entries: Entries) -> None:
         with contextlib.suppress(OSError):
@@ -237,9 +278,13 @@ class SegmentWriter(TargetWriter):
             if self._closed:
                 return
             if self._access_fd < 0:
-                self._access_fd = self._create(f"{self._hex}.access", MAGIC_ACCESS)
-                os.lseek(self._access_fd, HEADER_BYTES, os.SEEK_SET)
-            os.write(self._access_fd, pack_accesses(accesses))
+                self._access_fd = _create(
+                    self._directory / f"{self._hex}.access", self._header(MAGIC_ACCESS)
+                )
+            data = memoryview(pack_accesses(accesses))
+            write_from(self._access_fd, [data], HEADER_BYTES + self._accesses * ACCESS_BYTES)
+            # Only now: what failed half-way is overwritten by the next one.
+            self._accesses += len(accesses)
 
     def close(self) -> None:
         with self._lock, self._journal_lock:
@@ -247,13 +292,15 @@ class SegmentWriter(TargetWriter):
                 return
             self._closed = True
             self._segment = None
+            used = self._access_fd >= 0
             for fd in (self._journal_fd, self._access_fd):
                 if fd >= 0:
                     os.close(fd)
             self._journal_fd = self._access_fd = -1
-            empty = self._entries == 0 and self._next_segment == 0
+            stored = self._entries > 0 or self._next_segment > 0
             self._alive.release()
-        if empty:  # a process that stored nothing leaves nothing
-            for kind in ("journal", "access", "lock"):
-                with contextlib.suppress(OSError):
-                    os.unlink(self._directory / f"{self._hex}.{kind}")
+        # A process that stored nothing leaves nothing but what it used.
+        kinds = () if stored else ("journal",) if used else ("journal", "lock")
+        for kind in kinds:
+            with contextlib.suppress(OSError):
+                os.unlink(self._directory / f"{self._hex}.{kind}")

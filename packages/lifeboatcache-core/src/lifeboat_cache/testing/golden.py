@@ -1,0 +1,139 @@
+"""A small target of format 1 whose every byte is known."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.format.access import ACCESS, pack_accesses
+from lifeboat_cache.format.bitmap import set_dead
+from lifeboat_cache.format.header import (
+    HEADER_BYTES,
+    MAGIC_ACCESS,
+    MAGIC_DEAD,
+    MAGIC_JOURNAL,
+    MAGIC_SEGMENT,
+    FileHeader,
+)
+from lifeboat_cache.format.journal import ENTRY, KIND_TOMBSTONE, seal_entries
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.targets.layout import ROOT_MARKER
+from lifeboat_cache.testing.blocks import payload_of, sample_keys, sample_records
+
+__all__ = ["GoldenTree"]
+
+
+@dataclass(frozen=True)
+class GoldenTree:
+    """All kinds of files of one format, complete enough to be opened as a target.
+
+    Two writers: the first stored four records; the second buried the first of
+    them and read the other two that are left. The janitor declared the third dead.
+
+    Attributes
+    ----------
+    namespace
+        Whose records they are.
+    keys
+        Of the four records.
+    sizes
+        Their payload bytes; the payloads are ``payload_of(key, size)``.
+    writers
+        The 16-byte identities of the two writers.
+    created
+        Time in every header and entry, in seconds since 1970.
+    files
+        Content by path relative to the target's directory.
+    """
+
+    namespace: Namespace
+    keys: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+    writers: tuple[bytes, bytes]
+    created: int
+    files: dict[str, bytes]
+
+    def write(self, root: Path) -> None:
+        """Write the files below ``root``, with the modes that a target gives them."""
+        for name, data in self.files.items():
+            path = root / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.write_bytes(data)
+            os.chmod(path, 0o600)
+
+    @classmethod
+    def format_1(cls) -> GoldenTree:
+        """The tree in format 1, made with the code of this release."""
+        namespace = Namespace.from_identity(
+            {"engine": "golden", "model": {"layers": 2, "rope_theta": 10000.0, "tied": True}},
+            display={"name": "golden/model"},
+        )
+        owner, reader = bytes(range(16)), bytes(range(16, 32))
+        created = 1_700_000_000
+        keys = sample_keys(range(4))
+        sizes = (4096, 100, 5000, 300)
+        payloads = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]
+
+        entries = sample_records(
+            namespace, keys, BlockBuffers.from_buffers(payloads), layout=7, time=created
+        )
+        segment = bytearray(
+            FileHeader(MAGIC_SEGMENT, namespace.digest, owner, 0, created).pack(),
+        )
+        for slot, payload in enumerate(payloads):
+            segment += bytes(-len(segment) % HEADER_BYTES)
+            entries["slot"][slot] = slot
+            entries["offset"][slot] = len(segment)
+            segment += payload
+        # Every field of one entry differs from zero and from every other field.
+        for name, value in (
+            ("salt", 0x5A17_0000_0000_0001),
+            ("family", 0xFA31_0000_0000_0002),
+            ("parent", 0x9A4E_0000_0000_0003),
+            ("position", 512),
+            ("group", 3),
+        ):
+            entries[name][1] = value
+
+        tombstone = np.zeros(1, dtype=ENTRY)
+        tombstone["kind"] = KIND_TOMBSTONE
+        tombstone["time"] = created
+        tombstone["key"][0] = np.void(keys[0])
+        tombstone["payload_checksum"][0] = np.void(owner)
+
+        accesses = np.zeros(2, dtype=ACCESS)
+        accesses["writer"] = np.void(owner)
+        accesses["slot"] = (1, 3)
+        accesses["time"] = (created + 60, created + 90)
+
+        def journal(writer: bytes, sealed: bytes) -> bytes:
+            header = FileHeader(MAGIC_JOURNAL, namespace.digest, writer, 0, created)
+            return header.pack() + sealed
+
+        dead = FileHeader(MAGIC_DEAD, namespace.digest, owner, 0, created)
+        access = FileHeader(MAGIC_ACCESS, namespace.digest, reader, 0, created)
+        home = namespace.directory
+        return cls(
+            namespace=namespace,
+            keys=tuple(keys),
+            sizes=sizes,
+            writers=(owner, reader),
+            created=created,
+            files={
+                ROOT_MARKER: b'{"format": 1}\n',
+                f"{home}/namespace.json": namespace.to_json().encode() + b"\n",
+                f"{home}/{owner.hex()}.journal": journal(
+                    owner, seal_entries(entries, owner, 0, namespace.digest)
+                ),
+                f"{home}/{owner.hex()}.00000000.segment": bytes(segment),
+                f"{home}/{owner.hex()}.00000000.dead": dead.pack() + set_dead(b"", [2]),
+                f"{home}/{reader.hex()}.journal": journal(
+                    reader, seal_entries(tombstone, reader, 0, namespace.digest)
+                ),
+                f"{home}/{reader.hex()}.access": access.pack() + pack_accesses(accesses),
+            },
+        )
