@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 __all__ = ["Tensor", "bfloat16", "header_bytes", "write_file", "write_sharded"]
 
@@ -30,12 +32,12 @@ class Tensor:
     data: bytes
 
     @classmethod
-    def of(cls, array: np.ndarray) -> Tensor:
+    def of(cls, array: npt.NDArray[Any]) -> Tensor:
         """Take a numpy array as it is."""
         return cls(_DTYPES[array.dtype.name], array.shape, np.ascontiguousarray(array).tobytes())
 
 
-def bfloat16(array: np.ndarray) -> Tensor:
+def bfloat16(array: npt.NDArray[Any]) -> Tensor:
     """Round an array to bf16, which numpy does not have."""
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

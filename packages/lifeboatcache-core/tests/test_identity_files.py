@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ OTHER = "f" * 40
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "hub"
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
@@ -33,7 +34,9 @@ def hub(tmp_path, monkeypatch):
     return cache
 
 
-def add_snapshot(cache, name, commit, ref=None, seed=0):
+def add_snapshot(
+    cache: Path, name: str, commit: str, ref: str | None = None, seed: int = 0
+) -> Path:
     repository = cache / ("models--" + name.replace("/", "--"))
     snapshot = repository / "snapshots" / commit
     tiny_llama.write(repository / "blobs" / commit, seed=seed)
@@ -46,12 +49,12 @@ def add_snapshot(cache, name, commit, ref=None, seed=0):
     return snapshot
 
 
-def test_a_local_directory_is_taken_as_it_is(tmp_path, hub):
+def test_a_local_directory_is_taken_as_it_is(tmp_path: Path, hub: Path) -> None:
     assert resolve_model_dir(str(tmp_path)) == tmp_path
     assert resolve_model_dir(str(tmp_path), revision="anything") == tmp_path
 
 
-def test_a_hub_id_is_found_in_the_cache_by_branch_tag_and_commit(hub):
+def test_a_hub_id_is_found_in_the_cache_by_branch_tag_and_commit(hub: Path) -> None:
     main = add_snapshot(hub, "org/name", COMMIT, "main")
     pull = add_snapshot(hub, "org/name", OTHER, "refs/pr/1")
     assert resolve_model_dir("org/name") == main
@@ -62,7 +65,7 @@ def test_a_hub_id_is_found_in_the_cache_by_branch_tag_and_commit(hub):
     assert weights_identity(main).digest == weights_identity(pull).digest
 
 
-def test_a_hub_id_is_found_in_a_download_directory(hub, tmp_path):
+def test_a_hub_id_is_found_in_a_download_directory(hub: Path, tmp_path: Path) -> None:
     snapshot = add_snapshot(tmp_path / "elsewhere", "name", COMMIT, "main")
     assert resolve_model_dir("name", download_dir=str(tmp_path / "elsewhere")) == snapshot
     with pytest.raises(IdentityError, match="Hub cache"):
@@ -72,19 +75,21 @@ def test_a_hub_id_is_found_in_a_download_directory(hub, tmp_path):
 @pytest.mark.parametrize(
     "revision", ["v2", "../../../other", "/etc/hostname", OTHER], ids=["tag", "up", "abs", "commit"]
 )
-def test_an_absent_revision_is_refused(hub, revision):
+def test_an_absent_revision_is_refused(hub: Path, revision: str) -> None:
     add_snapshot(hub, "org/name", COMMIT, "main")
     with pytest.raises(IdentityError, match=r"org/name.*download it there"):
         resolve_model_dir("org/name", revision)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b/c", "s3://bucket/model", "-x", "a--b/c", ""])
-def test_what_is_no_model_is_refused(hub, name):
+def test_what_is_no_model_is_refused(hub: Path, name: str) -> None:
     with pytest.raises(IdentityError, match="local"):
         resolve_model_dir(name)
 
 
-def test_the_cache_directory_follows_the_hub_variables(monkeypatch, tmp_path):
+def test_the_cache_directory_follows_the_hub_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -97,7 +102,12 @@ def test_the_cache_directory_follows_the_hub_variables(monkeypatch, tmp_path):
     assert str(hub_cache_dir()) == "/hub"
 
 
-def write_adapter(directory, seed=0, rank=4, config='{"r": 4, "base_model_name_or_path": "x"}'):
+def write_adapter(
+    directory: Path,
+    seed: int = 0,
+    rank: int = 4,
+    config: str = '{"r": 4, "base_model_name_or_path": "x"}',
+) -> Path:
     random = np.random.default_rng(seed)
     directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").write_text(config)
@@ -108,7 +118,7 @@ def write_adapter(directory, seed=0, rank=4, config='{"r": 4, "base_model_name_o
     return directory
 
 
-def test_an_adapter_is_known_by_content(tmp_path):
+def test_an_adapter_is_known_by_content(tmp_path: Path) -> None:
     one = adapter_identity(write_adapter(tmp_path / "a"))
     same = adapter_identity(
         write_adapter(tmp_path / "b", config='{"base_model_name_or_path": "y",  "r": 4}')
@@ -119,7 +129,7 @@ def test_an_adapter_is_known_by_content(tmp_path):
     assert one.digest != adapter_identity(write_adapter(tmp_path / "a", config='{"r": 8}')).digest
 
 
-def test_one_changed_byte_of_an_adapter_is_seen(tmp_path):
+def test_one_changed_byte_of_an_adapter_is_seen(tmp_path: Path) -> None:
     directory = write_adapter(tmp_path / "a")
     before = adapter_identity(directory).digest
     path = directory / "adapter_model.safetensors"
@@ -129,7 +139,7 @@ def test_one_changed_byte_of_an_adapter_is_seen(tmp_path):
     assert adapter_identity(directory).digest != before
 
 
-def test_what_is_no_adapter_is_refused(tmp_path):
+def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match=r"adapter_config\.json"):
         adapter_identity(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[[[")
@@ -140,7 +150,7 @@ def test_what_is_no_adapter_is_refused(tmp_path):
         adapter_identity(tmp_path)
 
 
-def test_side_files_are_digested_by_name(tmp_path):
+def test_side_files_are_digested_by_name(tmp_path: Path) -> None:
     assert digest_files(tmp_path, PROCESSOR_FILES) == {}
     (tmp_path / "preprocessor_config.json").write_text('{"size": 224}')
     before = digest_files(tmp_path, PROCESSOR_FILES)
@@ -149,7 +159,7 @@ def test_side_files_are_digested_by_name(tmp_path):
     assert digest_files(tmp_path, PROCESSOR_FILES) != before
 
 
-def test_code_that_a_model_brings_along_is_digested(tmp_path):
+def test_code_that_a_model_brings_along_is_digested(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / "modeling_x.py").write_text("a = 1")
@@ -161,14 +171,14 @@ def test_code_that_a_model_brings_along_is_digested(tmp_path):
     assert digest_code(tmp_path) != before
 
 
-def test_too_many_python_files_are_refused(tmp_path):
+def test_too_many_python_files_are_refused(tmp_path: Path) -> None:
     for number in range(1001):
         (tmp_path / f"m{number}.py").touch()
     with pytest.raises(IdentityError, match="directory of its own"):
         digest_code(tmp_path)
 
 
-def test_a_process_knows_when_it_started():
+def test_a_process_knows_when_it_started() -> None:
     started = process_start_time()
     assert started is not None
     assert started <= time.time()

@@ -7,6 +7,7 @@ import json
 import math
 from fractions import Fraction
 from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,15 @@ class OtherSpec:
 
 
 class Plain:
-    def __init__(self, value):
+    def __init__(self, value: object) -> None:
         self.value = value
+
+    def read(self) -> object:
+        return self.value
 
 
 class ToDict:
-    def to_dict(self):
+    def to_dict(self) -> dict[str, float]:
         return {"rope_theta": 1e4}
 
 
@@ -45,7 +49,7 @@ class Nameless:
     __slots__ = ()
 
 
-def function():
+def function() -> int:
     return 1
 
 
@@ -77,23 +81,23 @@ def function():
         (Fraction(1, 4), {"()": "Fraction", "repr": "Fraction(1, 4)"}),
     ],
 )
-def test_values_with_a_spelling(value, expected):
+def test_values_with_a_spelling(value: Any, expected: Any) -> None:
     found = jsonable(value)
     assert found == expected
     assert type(found) is type(expected)
     assert json.loads(canonical_json({"v": found})) == {"v": found}
 
 
-def test_classes_with_equal_fields_differ():
+def test_classes_with_equal_fields_differ() -> None:
     assert jsonable(Spec(4)) != jsonable(OtherSpec(4))
 
 
-def test_classes_and_functions_are_their_names():
+def test_classes_and_functions_are_their_names() -> None:
     assert jsonable(Spec).endswith(":Spec")
     assert jsonable(function).endswith(":function")
 
 
-def test_dicts_and_sets_do_not_depend_on_order():
+def test_dicts_and_sets_do_not_depend_on_order() -> None:
     one = jsonable({"a": {"x", "y", "z"}, "b": 1})
     other = jsonable({"b": 1, "a": {"z", "y", "x"}})
     assert canonical_json(one) == canonical_json(other)
@@ -106,18 +110,18 @@ def test_dicts_and_sets_do_not_depend_on_order():
         functools.partial(function),
         Nameless(),
         Plain(Nameless()),
-        Plain(1).__init__,
+        Plain(1).read,
         {1: "a", "1": "b"},
     ],
     ids=["lambda", "partial", "address", "nested", "bound", "keys"],
 )
-def test_what_has_no_spelling_of_its_own_is_refused(value):
+def test_what_has_no_spelling_of_its_own_is_refused(value: Any) -> None:
     with pytest.raises(IdentityError, match=r"config\.x"):
         jsonable({"x": value}, "config")
 
 
-def test_what_holds_itself_is_refused():
-    loop = []
+def test_what_holds_itself_is_refused() -> None:
+    loop: list[object] = []
     loop.append(loop)
     with pytest.raises(IdentityError, match="holds itself"):
         jsonable(loop)

@@ -2,6 +2,9 @@
 
 import json
 import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +14,21 @@ from safetensors_file import Tensor, header_bytes, write_file
 
 from lifeboat_cache.errors import IdentityError
 from lifeboat_cache.identity import weights_identity
-from lifeboat_cache.identity.safetensors_header import MAX_HEADER_BYTES, parse_header, read_header
+from lifeboat_cache.identity.safetensors_header import (
+    MAX_HEADER_BYTES,
+    TensorEntry,
+    parse_header,
+    read_header,
+)
 
 
-def entry(dtype="F32", shape=(2, 2), extent=(0, 16)):
+def entry(
+    dtype: object = "F32", shape: Sequence[object] = (2, 2), extent: Sequence[int] = (0, 16)
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(extent)}
 
 
-def write(tmp_path, header, data=b"\0" * 64, length=None):
+def write(tmp_path: Path, header: Any, data: bytes = b"\0" * 64, length: int | None = None) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = tmp_path / "model.safetensors"
     size = len(text) if length is None else length
@@ -26,7 +36,7 @@ def write(tmp_path, header, data=b"\0" * 64, length=None):
     return path
 
 
-def read(path):
+def read(path: Path) -> list[TensorEntry]:
     fd = os.open(path, os.O_RDONLY)
     try:
         return read_header(fd, path)
@@ -34,7 +44,7 @@ def read(path):
         os.close(fd)
 
 
-def test_it_lists_tensors_by_offset(tmp_path):
+def test_it_lists_tensors_by_offset(tmp_path: Path) -> None:
     tensors = {
         "b": Tensor.of(np.zeros((3, 4), np.float32)),
         "a": Tensor.of(np.zeros(5, np.int8)),
@@ -51,7 +61,7 @@ def test_it_lists_tensors_by_offset(tmp_path):
     assert found["a"].offset + 5 == path.stat().st_size
 
 
-def test_an_unknown_dtype_is_taken_as_it_is(tmp_path):
+def test_an_unknown_dtype_is_taken_as_it_is(tmp_path: Path) -> None:
     (found,) = read(write(tmp_path, {"w": entry("F4_NEW", (3, 3), (0, 5))}))
     assert (found.dtype, found.length) == ("F4_NEW", 5)
 
@@ -74,7 +84,9 @@ def test_an_unknown_dtype_is_taken_as_it_is(tmp_path):
         (b'{"w": 1, "w": 2}', "twice"),
     ],
 )
-def test_damaged_headers_are_refused_with_file_and_remedy(tmp_path, header, words):
+def test_damaged_headers_are_refused_with_file_and_remedy(
+    tmp_path: Path, header: Any, words: str
+) -> None:
     path = write(tmp_path, header)
     with pytest.raises(IdentityError, match=words) as caught:
         read(path)
@@ -82,7 +94,7 @@ def test_damaged_headers_are_refused_with_file_and_remedy(tmp_path, header, word
     assert "copy the file again" in str(caught.value)
 
 
-def test_a_truncated_file_is_refused(tmp_path):
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"w": Tensor.of(np.zeros((64, 1024), np.float32))}
     write_file(path, tensors)
@@ -95,13 +107,13 @@ def test_a_truncated_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 1 << 40, (1 << 64) - 1])
-def test_a_huge_header_is_refused_before_it_is_read(tmp_path, length):
+def test_a_huge_header_is_refused_before_it_is_read(tmp_path: Path, length: int) -> None:
     path = write(tmp_path, {"w": entry()}, length=length)
     with pytest.raises(IdentityError, match="not a safetensors file"):
         read(path)
 
 
-def test_a_header_longer_than_the_file_is_refused(tmp_path):
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match="truncated"):
         read(write(tmp_path, {"w": entry()}, length=1 << 20))
 
@@ -111,14 +123,14 @@ def test_a_header_longer_than_the_file_is_refused(tmp_path):
     [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", b"PK\x03\x04" * 99],
     ids=["lfs-pointer", "zip"],
 )
-def test_foreign_files_are_refused(tmp_path, content):
+def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(IdentityError, match=r"model\.safetensors"):
         weights_identity(tmp_path)
 
 
 @given(st.binary(max_size=300), st.integers(0, 400))
-def test_arbitrary_bytes_are_refused_or_listed_inside_the_file(text, spare):
+def test_arbitrary_bytes_are_refused_or_listed_inside_the_file(text: bytes, spare: int) -> None:
     size = 8 + len(text) + spare
     try:
         found = parse_header(text, size, "file")

@@ -182,12 +182,12 @@ DRAFT = _rule(
 SPECULATIVE = FieldRule(frozenset({"method"}), (DRAFT.kept | DRAFT.ignored) - {"method"})
 
 KV_CACHE = _rule(
-    "hisparse_host_block_stride hisparse_shared_host_pool kv_cache_layout kv_tp_replicas",
+    "hisparse_host_block_stride hisparse_shared_host_pool kv_tp_replicas",
     # How much memory there is.
     "num_blocks hisparse_host_num_blocks",
     # Treated by name, or known from what is kept.
-    "kv_cache_tensors kv_cache_groups hash_block_size cache_hit_alignment_tokens",
-    "prefix_cache_retention_interval",
+    "kv_cache_tensors kv_cache_groups kv_cache_layout hash_block_size",
+    "cache_hit_alignment_tokens prefix_cache_retention_interval",
 )
 
 KV_GROUP = _rule(

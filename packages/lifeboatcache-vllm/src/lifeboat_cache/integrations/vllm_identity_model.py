@@ -201,11 +201,13 @@ def _side_files(model: Any, directory: Path, config: Mapping[str, Any]) -> dict[
         names.add("generation_config.json")
     found: dict[str, Any] = {"files": digest_files(directory, names)}
     if getattr(model, "trust_remote_code", False):
-        found["code"] = digest_code(directory)
+        # Its own code and that of repositories it names, if there is any.
+        code = {"": digest_code(directory)}
+        revision = getattr(model, "code_revision", None)
         for place in _foreign_code(model):
-            found.setdefault("foreign_code", {})[place] = digest_code(
-                resolve_model_dir(place, getattr(model, "code_revision", None))
-            )
+            code[place] = digest_code(resolve_model_dir(place, revision))
+        if any(code.values()):
+            found["code"] = code
     return found
 
 
