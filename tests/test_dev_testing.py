@@ -18,14 +18,7 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
     """Return a function that lets pytest end with given codes and returns its arguments."""
     monkeypatch.setenv("LIFEBOAT_DEV_HOME", str(tmp_path))
     monkeypatch.setattr(testing, "make_model", lambda: tmp_path)
-    monkeypatch.setattr(
-        testing,
-        "_SUITES",
-        tuple(
-            testing._Suite(suite.name, suite.directory, lambda: tmp_path / "python")
-            for suite in testing._SUITES
-        ),
-    )
+    monkeypatch.setattr(testing._Suite, "python", lambda _: tmp_path / "python")
     commands: list[list[str]] = []
 
     def prepare(*codes: int) -> list[list[str]]:
@@ -49,14 +42,14 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
 
 
 def test_everything_passes(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = run_pytest(0, 0, 0)
+    commands = run_pytest(0, 0, 0, 0)
     assert testing.run_tests([], full=False) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "9 passed, 0 failed, 3 skipped"
-    assert all(command[-2] == "not full" or "not full" in command for command in commands)
+    assert capsys.readouterr().out.splitlines()[-1] == "12 passed, 0 failed, 4 skipped"
+    assert all("not full" in command for command in commands)
 
 
 def test_full_deselects_nothing(run_pytest: _Pytest) -> None:
-    commands = run_pytest(0, 0, 0)
+    commands = run_pytest(0, 0, 0, 0)
     testing.run_tests([], full=True)
     assert not any("not full" in command for command in commands)
 
@@ -64,14 +57,14 @@ def test_full_deselects_nothing(run_pytest: _Pytest) -> None:
 def test_failure_fails_and_the_rest_still_runs(
     run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = run_pytest(1, 0, 0)
+    commands = run_pytest(1, 0, 0, 0)
     assert testing.run_tests([], full=False) == 1
-    assert len(commands) == 3
-    assert capsys.readouterr().out.splitlines()[-1] == "8 passed, 1 failed, 3 skipped"
+    assert len(commands) == 4
+    assert capsys.readouterr().out.splitlines()[-1] == "11 passed, 1 failed, 4 skipped"
 
 
 def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_pytest(0, 0, 0)
+    run_pytest(0, 0, 0, 0)
 
     def fail() -> None:
         raise DevError("unused import")
@@ -81,12 +74,12 @@ def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch
 
 
 def test_empty_suite_fails(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    run_pytest(0, 5, 0)
+    run_pytest(0, 5, 0, 0)
     assert testing.run_tests([], full=False) == 1
     assert "a suite without tests proves nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5), 0), ((5, 5, 5), 1)])
+@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5, 5), 0), ((5, 5, 5, 5), 1)])
 def test_selection_may_leave_suites_empty_but_not_all(
     run_pytest: _Pytest, codes: tuple[int, ...], expected: int
 ) -> None:
@@ -100,10 +93,20 @@ def test_path_goes_to_its_suite_alone(run_pytest: _Pytest, monkeypatch: pytest.M
     path = os.path.relpath(__file__, ROOT)
     assert testing.run_tests([f"{path}::test_empty_suite_fails", "-x"], full=False) == 0
     (command,) = commands
-    assert command[-2:] == [f"{path}::test_empty_suite_fails", "-x"]
+    assert command[-2:] == ["-x", f"{path}::test_empty_suite_fails"]
+
+
+def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
+    commands = run_pytest(0, 0, 0)
+    assert testing.run_tests([str(ROOT / "packages")], full=False) == 0
+    assert [Path(command[-1]).parent.name for command in commands] == [
+        "lifeboatcache-core",
+        "lifeboatcache",
+        "lifeboatcache-vllm",
+    ]
 
 
 def test_path_outside_every_suite_is_refused(run_pytest: _Pytest) -> None:
     run_pytest()
-    with pytest.raises(DevError, match="no suite holds"):
-        testing.run_tests([str(ROOT / "tools")], full=False)
+    with pytest.raises(DevError, match="no suite holds .*tools"):
+        testing.run_tests([str(ROOT / "tools"), __file__], full=False)

@@ -184,8 +184,8 @@ def _wait_until_stored(store: Path, *, quiet_s: float = 1.0, timeout_s: float = 
         time.sleep(0.1)
     if size <= 0:
         msg = (
-            f"nothing was stored in {store} within {timeout_s:.0f} s; logs/first.log beside it says "
-            "why (in a container /dev/shm is often too small: start it with --shm-size=2g)"
+            f"nothing was stored in {store} within {timeout_s:.0f} s; logs/first.log beside it "
+            "says why (in a container /dev/shm is often too small: start it with --shm-size=2g)"
         )
         raise DevError(msg)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import time
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
@@ -22,11 +21,14 @@ _NO_TESTS = 5  # pytest's exit code when it collected or selected none
 
 @dataclasses.dataclass(frozen=True)
 class _Suite:
-    """Tests that run in one environment."""
+    """Tests that run in one environment, that of the engine or core's."""
 
     name: str
     directory: Path
-    python: Callable[[], Path]
+    engine: bool
+
+    def python(self) -> Path:
+        return recipes.vllm().make() if self.engine else core_python()
 
 
 @dataclasses.dataclass
@@ -45,14 +47,11 @@ class _Counts:
             self.skipped += skipped
 
 
-def _engine_python() -> Path:
-    return recipes.vllm().make()
-
-
 _SUITES = (
-    _Suite("core", ROOT / "packages" / "lifeboatcache-core" / "tests", core_python),
-    _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", _engine_python),
-    _Suite("whole", ROOT / "tests", _engine_python),
+    _Suite("core", ROOT / "packages" / "lifeboatcache-core" / "tests", engine=False),
+    _Suite("metapackage", ROOT / "packages" / "lifeboatcache" / "tests", engine=False),
+    _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", engine=True),
+    _Suite("whole", ROOT / "tests", engine=True),
 )
 
 
@@ -122,7 +121,7 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
         except DevError as error:
             print(f"{name}: {error}", flush=True)
             outcome, good = "FAILED", False
-        rows.append(f"  {name:<16} {outcome:<7} {time.monotonic() - begin:7.1f} s")
+        rows.append(f"  {name:<22} {outcome:<7} {time.monotonic() - begin:7.1f} s")
     print("\n" + "\n".join(rows))
     if good and not ran:
         print("no test was selected; check the arguments given to pytest")
@@ -132,26 +131,27 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
 
 
 def _select(arguments: Sequence[str]) -> list[tuple[_Suite, list[str]]]:
-    """Hand each suite the arguments for it: all options, and the paths inside it."""
+    """Hand each suite the arguments for it: all options, and the paths that concern it."""
     places = {
-        argument: Path(os.path.abspath(argument.partition("::")[0]))
+        argument: Path(argument.partition("::")[0]).absolute()
         for argument in arguments
         if not argument.startswith("-") and Path(argument.partition("::")[0]).exists()
     }
-    chosen = []
+    options = [argument for argument in arguments if argument not in places]
+    if not places:
+        return [(suite, [*options, str(suite.directory)]) for suite in _SUITES]
+    chosen: list[tuple[_Suite, list[str]]] = []
+    homeless = set(places)
     for suite in _SUITES:
-        mine = [
-            argument
-            for argument in arguments
-            if argument not in places or places[argument].is_relative_to(suite.directory)
-        ]
-        if not places:
-            chosen.append((suite, [*mine, str(suite.directory)]))
-        elif any(argument in places for argument in mine):
-            chosen.append((suite, mine))
-    if places and not chosen:
-        names = ", ".join(places)
-        msg = f"no suite holds {names}; suites are {[str(suite.directory) for suite in _SUITES]}"
+        inside = [name for name, path in places.items() if path.is_relative_to(suite.directory)]
+        around = [name for name, path in places.items() if suite.directory.is_relative_to(path)]
+        homeless.difference_update(inside, around)
+        paths = [str(suite.directory)] if around else [*inside]
+        if paths:
+            chosen.append((suite, [*options, *paths]))
+    if homeless:
+        suites = ", ".join(str(suite.directory.relative_to(ROOT)) for suite in _SUITES)
+        msg = f"no suite holds {', '.join(sorted(homeless))}; tests are in {suites}"
         raise DevError(msg)
     return chosen
 
@@ -165,9 +165,7 @@ def _run_suite(
     counts: _Counts,
     ran: list[str],
 ) -> None:
-    variables = {"LIFEBOAT_TEST_WHEELS": str(dev_home() / "wheels")}
-    if suite.name != "core":
-        variables["LIFEBOAT_TEST_MODEL"] = str(make_model())
+    variables = {"LIFEBOAT_TEST_MODEL": str(make_model())} if suite.engine else {}
     report = dev_home() / f"report-{suite.name}.xml"
     report.unlink(missing_ok=True)
     code = try_run(

@@ -1,0 +1,30 @@
+"""The metapackage brings what the documentation promises, and holds nothing itself."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def _project(directory: Path) -> dict[str, Any]:
+    data: dict[str, Any] = tomllib.loads((directory / "pyproject.toml").read_text())
+    return data
+
+
+def test_bare_install_brings_core_and_the_adapters() -> None:
+    dependencies = _project(_PACKAGE)["project"]["dependencies"]
+    names = {dependency.partition("~=")[0] for dependency in dependencies}
+    assert names == {"lifeboatcache-core", "lifeboatcache-vllm"}
+
+
+def test_what_it_brings_is_in_this_tree() -> None:
+    for dependency in _project(_PACKAGE)["project"]["dependencies"]:
+        name = dependency.partition("~=")[0]
+        assert _project(_PACKAGE.parent / name)["project"]["name"] == name
+
+
+def test_it_holds_no_code() -> None:
+    assert not (_PACKAGE / "src").exists()
+    wheel = _project(_PACKAGE)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"bypass-selection": True}
