@@ -108,5 +108,5 @@ def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
 
 def test_path_outside_every_suite_is_refused(run_pytest: _Pytest) -> None:
     run_pytest()
-    with pytest.raises(DevError, match="no suite holds .*tools"):
+    with pytest.raises(DevError, match=r"no suite holds .*tools"):
         testing.run_tests([str(ROOT / "tools"), __file__], full=False)
