@@ -290,6 +290,7 @@ def test_weights_that_change_meanwhile_are_refused(tmp_path: Path) -> None:
 
     def replace() -> bool:
         tiny_llama.write(directory, seed=1)
+        os.utime(directory / "model.safetensors", (1, 1))  # the clock ticks every 4 ms only
         return False
 
     with pytest.raises(IdentityError, match="changed while"):
