@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,7 +21,7 @@ from lifeboat_cache.targets.base import Target  # noqa: E402
 from lifeboat_cache.targets.filesystem import FilesystemTarget  # noqa: E402
 from lifeboat_cache.testing import StoreDriver  # noqa: E402
 
-# The quick profile gives the same verdict every time; the full one looks further.
+# The same verdict every time; tests marked `full` look further.
 settings.register_profile(
     "quick",
     derandomize=True,
@@ -25,10 +29,7 @@ settings.register_profile(
     max_examples=50,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile(
-    "full", parent=settings.get_profile("quick"), derandomize=False, max_examples=1000
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+settings.load_profile("quick")
 
 
 @pytest.fixture
@@ -64,3 +65,67 @@ def open_driver(root: Path, namespace: Namespace) -> Iterator[Callable[..., Stor
     yield make
     for store in opened:
         store.close()
+
+
+class DrivenStore:
+    """A store in a process of its own, asked with :meth:`ask`."""
+
+    def __init__(self, root: Path, size: int) -> None:
+        program = Path(__file__).parent / "children" / "driven_store.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), str(root), str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, command: str, numbers: Iterable[int] = ()) -> None:
+        assert self.process.stdin is not None
+        print(command, *numbers, file=self.process.stdin, flush=True)
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process died with {self.process.wait()}"
+        return json.loads(line)
+
+    def ask(self, command: str, numbers: Iterable[int] = ()) -> Any:
+        self.tell(command, numbers)
+        return self.hear()
+
+    def kill(self) -> None:
+        """As the out-of-memory killer does."""
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_process(root: Path) -> Iterator[Callable[..., DrivenStore]]:
+    """Starts stores on the root in processes of their own; kills them at the end."""
+    started: list[DrivenStore] = []
+
+    def start(size: int = 8192) -> DrivenStore:
+        started.append(DrivenStore(root, size))
+        return started[-1]
+
+    yield start
+    for driven in started:
+        for stream in (driven.process.stdin, driven.process.stdout):
+            if stream is not None:
+                stream.close()
+        driven.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MiB."""
+    if os.geteuid():
+        pytest.skip("mounting a small filesystem needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(mount)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no small filesystem can be mounted here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,25 +49,17 @@ def stored(open_driver: Open, count: int = 3, **options: int) -> None:
     assert driver.block_store.close()
 
 
-def asked_elsewhere(root: Path, numbers: list[int], size: int) -> list[str]:
-    """What a process of its own finds and loads."""
-    child = Path(__file__).parent / "children" / "load_blocks.py"
-    done = subprocess.run(
-        [sys.executable, str(child), str(root), str(size), *map(str, numbers)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.split()
-
-
 # Payloads -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [8192, 5000, 1])
 @pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
 def test_flipped_byte_is_corrupt_once_and_a_miss_from_then_on(
-    open_driver: Open, root: Path, size: int, where: float
+    open_driver: Open,
+    start_process: Callable[..., Any],
+    root: Path,
+    size: int,
+    where: float,
 ) -> None:
     stored(open_driver, size=size)
     entry = entries_of(the_file(root, "journal"))[1]
@@ -80,7 +71,9 @@ def test_flipped_byte_is_corrupt_once_and_a_miss_from_then_on(
     assert driver.lookup(range(3)) == [HIT, MISS, HIT]
     assert driver.load(range(3)) == [OK, MISSING, OK]
     assert driver.block_store.counters().load_outcomes == {"ok": 4, "corrupt": 1, "missing": 1}
-    assert asked_elsewhere(root, [0, 1, 2], size) == ["HIT/OK", "MISS/MISSING", "HIT/OK"]
+    elsewhere = start_process(size)
+    assert elsewhere.ask("lookup", range(3)) == ["HIT", "MISS", "HIT"]
+    assert elsewhere.ask("load", range(3)) == ["OK", "MISSING", "OK"]
     assert driver.block_store.close()
 
     again = open_driver(size=size)

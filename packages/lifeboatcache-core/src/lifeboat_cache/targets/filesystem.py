@@ -174,20 +174,24 @@ class FilesystemTarget(Target):
         with self._lock:
             self._used = used
             self._measured = time.monotonic()
-        return Usage(used, self._capacity, self._free(), self._reserve)
+        try:
+            free = self._free()
+        except OSError:
+            free = 0
+        return Usage(used, self._capacity, free, self._reserve)
 
     def _free(self) -> int:
-        try:
-            stat = os.statvfs(self._root)
-        except OSError:
-            return 0
+        stat = os.statvfs(self._root)
         return stat.f_bavail * stat.f_frsize
 
     def _allow(self, wanted: int) -> Outcome | None:
         """Admit or refuse a write; admitted bytes count at once."""
         if time.monotonic() - self._measured > _USAGE_AGE_S or self._measured < 0:
             self.usage()
-        free = self._free()
+        try:
+            free = self._free()
+        except OSError:
+            return Outcome.FAILED
         with self._lock:
             refusal = Usage(self._used, self._capacity, free, self._reserve).refusal(wanted)
             if refusal is None:
@@ -198,6 +202,8 @@ class FilesystemTarget(Target):
 
     def writer(self, namespace: Namespace) -> TargetWriter:
         directory = self._root / namespace.directory
+        if self._root.is_dir():  # somebody may have emptied it, the marker included
+            check_root(self._root, create=True)
         try:
             writer = self._start_writer(directory, namespace)
         except FileNotFoundError:  # a purge removed the empty directory just now

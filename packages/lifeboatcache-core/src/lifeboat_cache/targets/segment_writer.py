@@ -176,6 +176,7 @@ class SegmentWriter(TargetWriter):
             self._check_kept(segment)
             self._journal(entries)
         except OSError as exc:
+            self._notice_loss()
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 return Outcome.RESERVE
             return Outcome.FAILED
@@ -225,8 +226,15 @@ class SegmentWriter(TargetWriter):
                 segment.offset = start
                 segment.next_slot -= len(entries)
 
+    def _notice_loss(self) -> bool:
+        """Find out whether somebody has deleted the journal."""
+        with self._journal_lock:
+            if self._journal_fd >= 0 and not os.fstat(self._journal_fd).st_nlink:
+                self.lost = True
+        return self.lost
+
     def _check_kept(self, segment: _Segment) -> None:
-        """Raise ``OSError`` if somebody has deleted our files: nothing would be kept."""
+        """Raise ``OSError`` if somebody has deleted the segment: nothing would be kept."""
         if not os.fstat(segment.fd).st_nlink:
             with self._lock:
                 if self._segment is segment:
@@ -265,9 +273,8 @@ class SegmentWriter(TargetWriter):
                 self._entries = max(self._entries, (end - HEADER_BYTES) // ENTRY_BYTES)
                 raise
             self._entries += len(entries)
-            if not os.fstat(self._journal_fd).st_nlink:
-                self.lost = True
-                raise OSError(errno.ESTALE, "the journal was deleted")
+        if self._notice_loss():
+            raise OSError(errno.ESTALE, "the journal was deleted")
 
     def bury(self, entries: Entries) -> None:
         with contextlib.suppress(OSError):

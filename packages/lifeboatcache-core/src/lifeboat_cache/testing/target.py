@@ -426,6 +426,22 @@ class TargetTests:
         assert sorted(found) == sorted(expected)
         writer.close()
 
+    def test_accesses_of_a_process_that_only_reads_are_kept(
+        self, target: Callable[..., Target]
+    ) -> None:
+        made = self.opened(target)
+        writer = made.writer(self.namespace)
+        self.append(writer, [0], self.blocks([4096]))
+        writer.close()
+        only_reads = made.writer(self.namespace)
+        access = np.zeros(1, dtype=ACCESS)
+        access["writer"][0] = np.void(writer.writer)
+        access["time"] = 1_700_000_000
+        only_reads.log_access(access)
+        only_reads.close()
+        (page,) = self.opened(target).reader(self.namespace).accesses()
+        assert page["time"].tolist() == [1_700_000_000]
+
     # What goes wrong ------------------------------------------------------------
 
     def test_a_vanished_segment_is_missing_and_not_an_error(
