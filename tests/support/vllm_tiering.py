@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,7 @@ class Engine:
         self.tier: Any = self.manager.secondary_tiers[0]
         self._requests = 0
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -163,9 +163,7 @@ class Engine:
                 raise TimeoutError(f"lookups do not end: {answers}")
             time.sleep(0.001)
         hits = [
-            key
-            for key, answer in zip(keys, answers, strict=False)
-            if answer is LookupResult.HIT
+            key for key, answer in zip(keys, answers, strict=False) if answer is LookupResult.HIT
         ]
         found: dict[bytes, npt.NDArray[np.uint8]] = {}
         if hits:

@@ -1,0 +1,140 @@
+"""``LIFEBOAT_CACHE=1``: native offloading with our tier, where the launch chose nothing.
+
+An explicit choice (``--kv-transfer-config``, ``--kv-offloading-size``) always wins,
+and a launch that works without LifeboatCache works with it: the engine's
+configuration is made as it was asked for, then looked at, and only then completed.
+Where offloading cannot work, LifeboatCache stands down with one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lifeboat_cache.config import load_config
+from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.integrations.vllm_handover import CHUNK_TOKENS_KEY
+from lifeboat_cache.integrations.vllm_identity import standdown_reason
+from lifeboat_cache.integrations.vllm_memory import available_memory, size_cpu_tier
+
+__all__ = ["TIER_MODULE", "TIER_TYPE", "install", "is_enabled"]
+
+TIER_MODULE = "lifeboat_cache.integrations.vllm_tier"
+TIER_TYPE = "LifeboatTier"
+
+_MARK = "_lifeboat_activation"
+_log = logging.getLogger("lifeboat_cache")
+
+
+def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``LIFEBOAT_CACHE`` asks for activation."""
+    return environ.get("LIFEBOAT_CACHE", "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def install(platform_can_offload: Callable[[], bool]) -> None:
+    """Complete engine configurations of this process. Idempotent.
+
+    Parameters
+    ----------
+    platform_can_offload
+        Asked at each launch; whether vLLM can offload on this platform.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        explicit = self.kv_transfer_config is not None or self.kv_offloading_size is not None
+        config = original(self, *args, **kwargs)
+        try:
+            if explicit:
+                _log.info("LifeboatCache: the launch configures KV transfer itself; left as it is")
+            else:
+                _complete(config, platform_can_offload)
+        except Exception as exc:
+            config.kv_transfer_config = None
+            _stand_down(str(exc))
+        return config
+
+    setattr(create_engine_config, _MARK, True)
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _stand_down(reason: str) -> None:
+    _log.warning("LifeboatCache stands down, vLLM runs without it: %s", reason)
+
+
+def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> None:
+    """Set native offloading with our tier, or stand down with one line."""
+    if config.kv_transfer_config is not None:
+        return  # vLLM itself decided on one
+    try:
+        loaded = load_config()
+    except LifeboatError as exc:
+        _stand_down(str(exc))
+        return
+    reason = _unsupported(config, platform_can_offload)
+    if reason is None:
+        ranks = int(getattr(config.parallel_config, "data_parallel_size_local", 1) or 1)
+        tier = size_cpu_tier(loaded.config.engine.native_cpu_bytes, ranks, available_memory())
+        if not tier.bytes:
+            reason = (
+                f"too little memory for the CPU tier ({tier.reason}): free memory, or enlarge "
+                "/dev/shm or the container's limit"
+            )
+    if reason is not None:
+        _stand_down(reason)
+        return
+
+    from vllm.config import KVTransferConfig
+
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        # A block that cannot be loaded is recomputed; vLLM's default fails the request.
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": tier.bytes,
+            CHUNK_TOKENS_KEY: loaded.config.engine.native_block_tokens,
+            "secondary_tiers": [{"type": TIER_TYPE, "module_path": TIER_MODULE}],
+        },
+    )
+    # What vLLM refuses in combination with any connector; raises, and we stand down.
+    verify = getattr(config, "_verify_kv_transfer_compat", None)
+    if verify is not None:
+        verify()
+    _log.info(
+        "LifeboatCache is on: native offloading, CPU tier %.1f GB per engine (%s), chunks of about "
+        "%d tokens, configuration from %s",
+        tier.bytes / 1e9,
+        tier.reason,
+        loaded.config.engine.native_block_tokens,
+        loaded.source,
+    )
+
+
+def _unsupported(config: Any, platform_can_offload: Callable[[], bool]) -> str | None:
+    """Why native offloading cannot work for this launch, ``None`` if it can."""
+    if not platform_can_offload():
+        return "vLLM offloads KV only on CUDA, ROCm and XPU platforms"
+    model = config.model_config
+    if getattr(model, "is_encoder_decoder", False):
+        return "vLLM has no KV connectors for encoder-decoder models"
+    if getattr(model, "runner_type", "generate") != "generate":
+        return f"a model run for {model.runner_type} has no prompts to continue"
+    if not config.cache_config.enable_prefix_caching:
+        return "prefix caching is off: start without --no-enable-prefix-caching"
+    if getattr(getattr(config, "mamba_config", None), "use_replayssm", False) or getattr(
+        config, "use_replayssm", False
+    ):
+        return "--use-replayssm excludes KV connectors"
+    if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
+        return "HiSparse keeps KV on the host itself"
+    return standdown_reason(config, None)

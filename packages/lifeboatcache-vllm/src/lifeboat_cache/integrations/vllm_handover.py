@@ -1,0 +1,92 @@
+"""Hands an engine's configuration to the tier that runs inside it.
+
+vLLM gives a secondary tier neither ``VllmConfig`` nor ``KVCacheConfig``, so a tier
+on its own knows a model's name and nothing of its weights, RoPE or layout. The
+plugin therefore watches the creation of connectors, passively, and keeps both for
+the tier of the same engine to pick up.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lifeboat_cache.integrations import vllm_lora
+
+__all__ = ["CHUNK_TOKENS_KEY", "EngineConfig", "blocks_per_chunk", "engine_config", "install"]
+
+#: Key in ``kv_connector_extra_config`` that asks for a chunk of about so many
+#: tokens. Removed and replaced by ``blocks_per_chunk`` once block sizes are known.
+CHUNK_TOKENS_KEY = "lifeboat_chunk_tokens"
+
+_log = logging.getLogger("lifeboat_cache")
+_MARK = "_lifeboat_handover"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """vLLM's configuration of one engine: ``VllmConfig`` and ``KVCacheConfig``."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+
+
+_known: dict[str, EngineConfig] = {}
+
+
+def engine_config(engine_id: str) -> EngineConfig | None:
+    """The configuration of an engine of this process, ``None`` if it was not seen."""
+    return _known.get(engine_id)
+
+
+def install() -> None:
+    """Watch vLLM's connector factory. Idempotent; changes nothing for other connectors."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    original: Callable[..., Any] = KVConnectorFactory.create_connector.__func__
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def create_connector(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            kv_cache_config = kwargs.get("kv_cache_config", args[1] if len(args) > 1 else None)
+            _take(config, kv_cache_config)
+        except Exception:  # then the tier does not know its engine and stands down
+            _log.exception("LifeboatCache: the engine's configuration was not understood")
+        return original(cls, config, *args, **kwargs)
+
+    setattr(create_connector, _MARK, True)
+    KVConnectorFactory.create_connector = classmethod(create_connector)
+
+
+def _take(config: Any, kv_cache_config: Any) -> None:
+    transfer = getattr(config, "kv_transfer_config", None)
+    engine_id = getattr(transfer, "engine_id", None)
+    if transfer is None or not engine_id:
+        return
+    _known[engine_id] = EngineConfig(config, kv_cache_config)
+    vllm_lora.install(getattr(config, "lora_config", None))
+    extra = transfer.kv_connector_extra_config
+    tokens = extra.pop(CHUNK_TOKENS_KEY, None)
+    if tokens is not None and not {"block_size", "blocks_per_chunk"} & set(extra):
+        groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
+        extra["blocks_per_chunk"] = blocks_per_chunk(
+            int(tokens), [group.kv_cache_spec for group in groups]
+        )
+
+
+def blocks_per_chunk(tokens: int, specs: list[Any]) -> int:
+    """How many blocks of the engine make up a chunk of about ``tokens`` tokens.
+
+    One block per chunk where a group keeps recurrent state: its blocks are long
+    already, and only the last state before a boundary exists.
+    """
+    sizes = [int(getattr(spec, "block_size", 0)) for spec in specs]
+    recurrent = any("mamba" in type(spec).__name__.lower() for spec in specs)
+    if recurrent or not sizes or min(sizes) <= 0:
+        return 1
+    return max(1, tokens // max(sizes))

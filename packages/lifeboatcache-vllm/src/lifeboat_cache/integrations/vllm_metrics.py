@@ -1,0 +1,97 @@
+"""``lifeboat_*`` metrics on vLLM's own ``/metrics``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lifeboat_cache.interface import BlockStore, Job, Outcome
+
+__all__ = ["TierMetrics"]
+
+_STORED_BLOCKS = "lifeboat_blocks_stored"
+_STORED_BYTES = "lifeboat_bytes_stored"
+_LOADED_BLOCKS = "lifeboat_blocks_loaded"
+_LOADED_BYTES = "lifeboat_bytes_loaded"
+_STORE_DROPS = "lifeboat_store_blocks_dropped"
+_LOAD_FAILURES = "lifeboat_load_blocks_failed"
+_INDEXED = "lifeboat_blocks_indexed"
+_STORE_SECONDS = "lifeboat_store_seconds"
+_LOAD_SECONDS = "lifeboat_load_seconds"
+
+
+class TierMetrics:
+    """Counts jobs and hands the counts to vLLM. Used under vLLM's manager lock."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._indexed = -1
+
+    @staticmethod
+    def definitions() -> dict[str, Any]:
+        """Name to vLLM's metric metadata. Prometheus adds ``_total`` to counters."""
+        from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+        return {
+            _STORED_BLOCKS: OffloadingCounterMetadata("Chunks written to storage."),
+            _STORED_BYTES: OffloadingCounterMetadata("KV bytes written to storage."),
+            _STORE_SECONDS: OffloadingCounterMetadata(
+                "Seconds from submission to completion, summed over store jobs."
+            ),
+            _LOADED_BLOCKS: OffloadingCounterMetadata("Chunks read from storage and verified."),
+            _LOADED_BYTES: OffloadingCounterMetadata("KV bytes read from storage and verified."),
+            _LOAD_SECONDS: OffloadingCounterMetadata(
+                "Seconds from submission to completion, summed over load jobs."
+            ),
+            _STORE_DROPS: OffloadingCounterMetadata(
+                "Chunks not stored, by reason.", labelnames=("reason",)
+            ),
+            _LOAD_FAILURES: OffloadingCounterMetadata(
+                "Chunks not loaded and therefore recomputed, by reason.", labelnames=("reason",)
+            ),
+            _INDEXED: OffloadingGaugeMetadata("Chunks known to be on storage."),
+        }
+
+    def _add(self, name: str, amount: float, labels: tuple[str, ...] = ()) -> None:
+        key = (name, labels)
+        self._counts[key] = self._counts.get(key, 0) + amount
+
+    def job(self, job: Job) -> None:
+        """Account for a finished job."""
+        storing = job.kind == "store"
+        values, amounts = _histogram(job.outcomes.tolist())
+        for value, amount in zip(values, amounts, strict=True):
+            outcome = Outcome(value)
+            if outcome is Outcome.OK:
+                self._add(_STORED_BLOCKS if storing else _LOADED_BLOCKS, amount)
+            elif outcome is not Outcome.PRESENT:
+                self._add(
+                    _STORE_DROPS if storing else _LOAD_FAILURES, amount, (outcome.name.lower(),)
+                )
+        self._add(_STORED_BYTES if storing else _LOADED_BYTES, job.bytes_moved)
+        self._add(_STORE_SECONDS if storing else _LOAD_SECONDS, job.seconds)
+
+    def take(self, store: BlockStore | None) -> Any:
+        """VLLM's stats object with everything since the last call, ``None`` if nothing."""
+        indexed = len(store) if store is not None else 0
+        if not self._counts and indexed == self._indexed:
+            return None
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+            OffloadingConnectorStats,
+        )
+
+        stats = OffloadingConnectorStats()
+        for (name, labels), amount in self._counts.items():
+            if amount:
+                stats.increase_counter(name, amount, labels)
+        self._counts.clear()
+        if indexed != self._indexed:
+            stats.set_gauge(_INDEXED, indexed)
+            self._indexed = indexed
+        return stats
+
+
+def _histogram(values: list[int]) -> tuple[list[int], list[int]]:
+    counts: dict[int, int] = {}
+    for value in values:
+        counts[value] = counts.get(value, 0) + 1
+    return list(counts), list(counts.values())

@@ -1,0 +1,66 @@
+"""The ``vllm.general_plugins`` plugin.
+
+vLLM calls :func:`register` once in every process: API server, engine core, workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lifeboat_cache.integrations import vllm_activation, vllm_handover
+from lifeboat_cache.interface import require_interface
+
+__all__ = ["register", "registered", "set_platform_check"]
+
+_log = logging.getLogger("lifeboat_cache")
+_registered = False
+
+
+def _offloads_here() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda_alike() or current_platform.is_xpu())
+
+
+_platform_check: Callable[[], bool] = _offloads_here
+
+
+def _can_offload() -> bool:
+    """Ask at launch: the check may be replaced after this plugin has been registered."""
+    return _platform_check()
+
+
+def set_platform_check(check: Callable[[], bool]) -> None:
+    """Replace the question "can vLLM offload on this platform?".
+
+    For whoever adds offloading to another platform (our tests do, for the CPU).
+    """
+    global _platform_check
+    _platform_check = check
+
+
+def registered() -> bool:
+    """Whether the plugin has run in this process."""
+    return _registered
+
+
+def register() -> None:
+    """Hand configurations to the tier and, if asked to, switch it on. Idempotent."""
+    global _registered
+    require_interface(1, 0, "lifeboatcache-vllm")
+    _log_like_vllm()
+    vllm_handover.install()
+    _registered = True
+    if vllm_activation.is_enabled():
+        vllm_activation.install(_can_offload)
+
+
+def _log_like_vllm() -> None:
+    """Log where and how vLLM does, unless the application has set up our logger.
+
+    vLLM replaces its handlers when it reads its logging options, so its logger is
+    made the parent instead of copying them.
+    """
+    if not _log.handlers:
+        _log.parent = logging.getLogger("vllm")
