@@ -55,6 +55,7 @@ def test_table_shows_every_number_and_where_to_look(
         assert number in shown
     assert str(tmp_path / "demo" / tier) in shown
     assert ("lifeboat-cache" in shown) == (tier == "lifeboat")
+    assert (tmp_path / "demo" / tier / "lifeboat.yaml").exists() == (tier == "lifeboat")
 
 
 @pytest.mark.parametrize(
