@@ -48,6 +48,27 @@ _SALT_CONTEXT = "lifeboatcache 2026 namespace salt v1"
 #: Methods of speculative decoding whose proposals come without a model.
 _NO_DRAFT_MODEL = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden_states"})
 
+#: Environment variables of vLLM that change numbers by more than rounding, or the
+#: layout, and that no configuration object shows.
+_DECISIVE_ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MLA_DISABLE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+    "VLLM_USE_FLASHINFER_MOE_INT4",
+)
+
 
 def version_for_identity(version: str) -> str:
     """The part of vLLM's version that enters the identity.
@@ -193,6 +214,21 @@ def _cpu_isa(vllm_config: Any, kv_cache_config: Any) -> Any:
     return found
 
 
+def _environment() -> dict[str, Any]:
+    """The decisive variables as vLLM understands them; it sets some of them itself."""
+    try:
+        from vllm import envs
+    except ImportError:
+        envs = None
+    found = {}
+    for name in _DECISIVE_ENVIRONMENT:
+        try:
+            found[name] = jsonable(getattr(envs, name, None), name)
+        except ValueError:  # vLLM refuses the value when it comes to use it
+            found[name] = os.environ.get(name)
+    return found
+
+
 # All of it ------------------------------------------------------------------
 
 
@@ -278,6 +314,7 @@ def engine_identity(
             ),
         },
         "platform": _platform(vllm_config, kv_cache_config),
+        "environment": _environment(),
         "model": model,
         "cache": select_fields(vllm_config.cache_config, rules.CACHE, "cache_config"),
         "attention": select_fields(

@@ -148,7 +148,9 @@ def length_matters(config: Mapping[str, Any]) -> bool:
 
 
 def _length(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    if not length_matters(config):
+    # Some image and video processors fit what they keep of an input to the context.
+    multimodal = getattr(model, "multimodal_config", None) is not None
+    if not multimodal and not length_matters(config):
         return {}
     overrides = getattr(model, "override_generation_config", None) or {}
     return {
