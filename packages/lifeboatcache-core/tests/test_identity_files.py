@@ -81,6 +81,14 @@ def test_an_absent_revision_is_refused(hub: Path, revision: str) -> None:
         resolve_model_dir("org/name", revision)
 
 
+def test_a_branch_that_does_not_hold_a_commit_is_refused(hub: Path) -> None:
+    add_snapshot(hub, "org/name", COMMIT, "main")
+    tiny_llama.write(hub / "models--org--name" / "snapshots" / "mine")
+    (hub / "models--org--name" / "refs" / "main").write_text("mine")
+    with pytest.raises(IdentityError, match="download it there"):
+        resolve_model_dir("org/name")
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b/c", "s3://bucket/model", "-x", "a--b/c", ""])
 def test_what_is_no_model_is_refused(hub: Path, name: str) -> None:
     with pytest.raises(IdentityError, match="local"):

@@ -169,7 +169,9 @@ def test_of_a_name_in_two_files_both_count_in_loading_order(tmp_path: Path) -> N
     write_file(tmp_path / "x-2.safetensors", {"w": other})
     write_file(tmp_path / "x-10.safetensors", {"w": one})
     assert digest(tmp_path) != before, "the later file wins, so the order is part of the model"
-    assert weights_identity(tmp_path).tensors == 2
+    found = weights_identity(tmp_path)
+    assert found.tensors == 2
+    assert found.files == ("x-2.safetensors", "x-10.safetensors"), "as loaders order shards"
 
 
 def test_files_that_the_index_does_not_name_are_left_out(tmp_path: Path) -> None:

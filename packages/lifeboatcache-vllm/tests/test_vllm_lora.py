@@ -155,6 +155,26 @@ def test_every_request_looks_at_the_files_again(watch: AdapterWatch, tmp_path: P
     assert settled(watch, lora(directory)) is None, "and its own caches too, from then on"
 
 
+def test_what_was_known_before_a_request_came_does_not_answer_it(
+    watch: AdapterWatch, tmp_path: Path
+) -> None:
+    directory = write_adapter(tmp_path)
+    known = settled(watch, lora(directory))
+    allowed, began = threading.Event(), threading.Event()
+
+    def hold(answer: bool) -> None:
+        began.set()
+        assert allowed.wait(60)
+
+    vllm_lora.confirm(attached(watch, lora(directory)), hold)
+    assert began.wait(60)
+    context = attached(watch, lora(directory))
+    assert vllm_lora.key_space(context) is None
+    assert vllm_lora.pending(context)
+    allowed.set()
+    assert until(lambda: vllm_lora.key_space(context)) == known
+
+
 def test_a_changed_configuration_is_a_change(watch: AdapterWatch, tmp_path: Path) -> None:
     directory = write_adapter(tmp_path)
     assert settled(watch, lora(directory))
