@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lifeboat_cache.batch import BlockBatch, BlockBuffers
+from lifeboat_cache.errors import InterfaceError
+from lifeboat_cache.interface import INTERFACE_VERSION, require_interface
+from lifeboat_cache.testing import aligned_memory, cut_at, sample_keys
+
+
+def joined(buffers: BlockBuffers, block: int) -> bytes:
+    return b"".join(buffers.pieces(block))
+
+
+def test_rows_of_a_table() -> None:
+    table = np.arange(100, dtype=np.uint8).reshape(10, 10)
+    buffers = BlockBuffers.from_rows(table.ctypes.data, 10, [7, 2, 2], 4, table)
+    assert len(buffers) == 3
+    assert buffers.sizes().tolist() == [4, 4, 4]
+    assert [joined(buffers, block) for block in range(3)] == [
+        bytes(range(70, 74)),
+        bytes(range(20, 24)),
+        bytes(range(20, 24)),
+    ]
+    buffers.pieces(0)[0][0] = 255
+    assert table[7, 0] == 255
+
+
+def test_buffers_of_many_kinds_and_pieces() -> None:
+    table = np.arange(8, dtype=np.uint16).reshape(2, 4)
+    view = memoryview(bytearray(b"0123456789")).cast("b")
+    buffers = BlockBuffers.from_buffers([table, [view[2:4], bytearray(b"xyz")], [], bytearray()])
+    assert buffers.sizes().tolist() == [16, 5, 0, 0]
+    assert joined(buffers, 0) == table.tobytes()
+    assert joined(buffers, 1) == b"23xyz"
+    assert joined(buffers, 2) == joined(buffers, 3) == b""
+    assert buffers.writable
+
+
+def test_one_frozen_piece_makes_a_batch_read_only() -> None:
+    assert not BlockBuffers.from_buffers([bytearray(3), [bytearray(3), b"abc"]]).writable
+
+
+def test_memory_that_is_not_contiguous_is_refused() -> None:
+    with pytest.raises((TypeError, ValueError)):
+        BlockBuffers.from_buffers([np.zeros((4, 4), dtype=np.uint8)[:, ::2]])
+
+
+@pytest.mark.parametrize(
+    ("size", "cuts", "aligned"),
+    [
+        (8192, (), True),
+        (8192, (4096,), True),
+        (8192, (4096, 4096), True),
+        (8192, (100,), False),
+        (8000, (), False),
+        (8000, (4096,), False),
+    ],
+)
+def test_alignment(size: int, cuts: tuple[int, ...], aligned: bool) -> None:
+    assert BlockBuffers.from_buffers([cut_at(bytes(size), cuts)]).aligned(4096) is aligned
+
+
+def test_memory_off_a_page_boundary_is_not_aligned() -> None:
+    memory = aligned_memory(12_288)
+    assert not BlockBuffers.from_buffers([memory[1:8193]]).aligned(4096)
+    assert BlockBuffers.from_buffers([memory[4096:8192]]).aligned(4096)
+
+
+def test_batch_lengths_must_agree() -> None:
+    buffers = BlockBuffers.from_buffers([b"x", b"y"])
+    with pytest.raises(ValueError, match="a batch of 3 keys has 2 buffers"):
+        BlockBatch(sample_keys(range(3)), buffers)
+    for name in ("positions", "groups", "families", "parents"):
+        with pytest.raises(ValueError, match=f"{name} has 1 values for 2 keys"):
+            BlockBatch(sample_keys(range(2)), buffers, **{name: [1]})  # type: ignore[arg-type]
+
+
+def test_empty_batch() -> None:
+    batch = BlockBatch([], BlockBuffers.from_buffers([]))
+    assert len(batch) == 0
+    assert batch.buffers.sizes().tolist() == []
+    assert batch.buffers.aligned(4096)
+
+
+def test_interface_versions() -> None:
+    major, minor = INTERFACE_VERSION
+    require_interface(major, minor, "lifeboatcache-test")
+    require_interface(major, 0, "lifeboatcache-test")
+    with pytest.raises(InterfaceError, match="upgrade lifeboatcache-core"):
+        require_interface(major, minor + 1, "lifeboatcache-test")
+    with pytest.raises(InterfaceError, match="upgrade lifeboatcache-core"):
+        require_interface(major + 1, 0, "lifeboatcache-test")
+    with pytest.raises(InterfaceError, match="upgrade lifeboatcache-test"):
+        require_interface(major - 1, 9, "lifeboatcache-test")

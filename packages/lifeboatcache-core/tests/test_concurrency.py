@@ -1,0 +1,93 @@
+"""Many threads on one store."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lifeboat_cache.outcome import Lookup, Outcome
+from lifeboat_cache.store import block_store
+from lifeboat_cache.targets import segment_writer
+from lifeboat_cache.testing import StoreDriver
+
+THREADS = 8
+KEYS = 60
+
+
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(60, id="quick"), pytest.param(3000, id="full", marks=pytest.mark.full)]
+)
+def test_storing_loading_and_deleting_at_once(
+    open_driver: Callable[..., StoreDriver],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rounds: int,
+) -> None:
+    monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 2 << 20)
+    monkeypatch.setattr(segment_writer, "_WRITE_BYTES", 64 << 10)
+    monkeypatch.setattr(block_store, "_PART_BYTES", 32 << 10)
+    monkeypatch.setattr(block_store, "_TAIL_S", 0.01)
+    # The second store follows the first and writes the same keys.
+    drivers = [open_driver(size=12_288, cuts=(4096,), io_workers=4) for _ in range(2)]
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        choice = random.Random(seed)
+        driver = drivers[seed % 2]
+        try:
+            for _ in range(rounds):
+                numbers = choice.sample(range(KEYS), choice.randint(1, 8))
+                action = choice.random()
+                if action < 0.45:
+                    assert set(driver.store(numbers)) <= {Outcome.OK, Outcome.PRESENT}
+                elif action < 0.85:
+                    assert set(driver.load(numbers)) <= {Outcome.OK, Outcome.MISSING}
+                elif action < 0.95:
+                    driver.delete(numbers[:2])
+                else:
+                    keys = driver.keys(numbers)
+                    pinned = driver.block_store.lookup(keys, pin=True)
+                    held = [n for n, hit in zip(numbers, pinned, strict=True) if hit]
+                    assert not any(driver.delete(held))
+                    driver.block_store.unpin(driver.keys(held))
+                    driver.block_store.touch(keys)
+        except BaseException as exc:
+            faults.append(exc)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    for driver in drivers:
+        assert driver.block_store.drain(60)
+        # A block found may be one that the other store has just deleted.
+        there = [number for number in range(KEYS) if driver.lookup([number]) == [Lookup.HIT]]
+        assert set(driver.load(there)) <= {Outcome.OK, Outcome.MISSING}
+        assert driver.block_store.counters().bad_entries == 0
+        assert driver.block_store.counters().load_outcomes.get("corrupt", 0) == 0
+        assert driver.block_store.close()
+    again = open_driver(size=12_288)
+    assert again.block_store.counters().bad_entries == 0
+    assert set(again.load(range(KEYS))) <= {Outcome.OK, Outcome.MISSING}
+    outcomes = again.store(range(KEYS))
+    assert set(outcomes) <= {Outcome.OK, Outcome.PRESENT}
+    assert again.load(range(KEYS)) == [Outcome.OK] * KEYS
+
+
+def test_deletion_by_another_store_wins_only_over_the_record_it_saw(
+    open_driver: Callable[..., StoreDriver],
+) -> None:
+    first, second = open_driver(), open_driver()
+    assert first.store([1]) == [Outcome.OK]
+    assert first.delete([1]) == [True]
+    assert first.store([1]) == [Outcome.OK]
+    assert second.store([1]) in ([Outcome.OK], [Outcome.PRESENT])
+    assert first.block_store.close()
+    assert second.block_store.close()
+    assert open_driver().load([1]) == [Outcome.OK]
