@@ -354,6 +354,11 @@ def test_another_vllm_leaves_the_hooks_out(vllm: SimpleNamespace) -> None:
     assert vllm_lora.key_space(Context()) == b"", "engines with adapters stand down as a whole"
 
 
+def test_settings_without_a_spelling_stand_down_and_break_nothing(vllm: SimpleNamespace) -> None:
+    vllm_lora.install(SimpleNamespace(target_modules=object()))
+    assert vllm_lora.unavailable_reason() is not None
+
+
 def test_references_hold_what_decides_the_content() -> None:
     assert AdapterRef.of(lora("/x", load_inplace=True, is_3d_lora_weight=True)) == AdapterRef(
         "a", "/x", three_dimensional=True, reloads=True

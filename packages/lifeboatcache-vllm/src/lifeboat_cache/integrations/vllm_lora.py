@@ -329,14 +329,16 @@ def install(lora_config: Any = None) -> None:
         vLLM's ``LoRAConfig``, if the engine serves adapters.
     """
     global _installed, _settings
-    _settings = settings_digest(lora_config)
     try:
+        _settings = settings_digest(lora_config)
         _hook_contexts()
         _hook_loading()
-    except (ImportError, AttributeError) as exc:
+    except Exception as exc:
+        # The engine goes on; `unavailable_reason` then keeps its KV out of the cache.
+        _installed = False
         _log.warning(
-            "LifeboatCache: this vLLM makes requests otherwise (%s); engines with adapters will "
-            "not use the cache",
+            "LifeboatCache: adapters of this vLLM cannot be followed (%s); an engine that serves "
+            "adapters will not use the cache",
             exc,
         )
         return
