@@ -9,7 +9,7 @@ from pathlib import Path
 import lifeboat_entry
 import lifeboat_vllm_entry
 
-_OURS = [Path(module.__file__).parent for module in (lifeboat_vllm_entry, lifeboat_entry)]
+_OURS = [Path(str(module.__file__)).parent for module in (lifeboat_vllm_entry, lifeboat_entry)]
 _LAUNCH = "import lifeboat_vllm_entry; lifeboat_vllm_entry.register(); print('launched')"
 
 
