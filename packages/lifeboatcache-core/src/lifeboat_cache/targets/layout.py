@@ -50,7 +50,7 @@ FILE_MODE = 0o600
 ROOT_MARKER = "lifeboat-cache.json"
 
 _NAME = re.compile(
-    r"(?P<writer>[0-9a-f]{32})\.(?:(?P<segment>\d{8})\.)?"
+    r"(?P<writer>[0-9a-f]{32})\.(?:(?P<segment>[0-9]{8})\.)?"
     r"(?P<kind>segment|dead|journal|access|lock)"
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,20 +27,24 @@ from lifeboat_cache.testing.blocks import payload_of, sample_keys, sample_record
 
 __all__ = ["GoldenTree"]
 
+#: Segment and payload bytes of each record.
+_PLACES = ((0, 4096), (0, 100), (0, 5000), (1, 300), (1, 40))
+
 
 @dataclass(frozen=True)
 class GoldenTree:
     """All kinds of files of one format, complete enough to be opened as a target.
 
-    Two writers: the first stored four records; the second buried the first of
-    them and read the other two that are left. The janitor declared the third dead.
+    Two writers: the first stored five records in two segments; the second used the
+    second and the fourth of them and buried the fifth. The janitor declared the
+    third dead. So the first, the second and the fourth can be loaded.
 
     Attributes
     ----------
     namespace
         Whose records they are.
     keys
-        Of the four records.
+        Of the five records.
     sizes
         Their payload bytes; the payloads are ``payload_of(key, size)``.
     writers
@@ -74,21 +79,25 @@ class GoldenTree:
         )
         owner, reader = bytes(range(16)), bytes(range(16, 32))
         created = 1_700_000_000
-        keys = sample_keys(range(4))
-        sizes = (4096, 100, 5000, 300)
+        numbers = range(len(_PLACES))
+        keys = sample_keys(numbers)
+        sizes = tuple(size for _, size in _PLACES)
         payloads = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]
 
         entries = sample_records(
             namespace, keys, BlockBuffers.from_buffers(payloads), layout=7, time=created
         )
-        segment = bytearray(
-            FileHeader(MAGIC_SEGMENT, namespace.digest, owner, 0, created).pack(),
-        )
-        for slot, payload in enumerate(payloads):
-            segment += bytes(-len(segment) % HEADER_BYTES)
-            entries["slot"][slot] = slot
-            entries["offset"][slot] = len(segment)
-            segment += payload
+        segments: dict[int, bytearray] = {}
+        slots: Counter[int] = Counter()
+        for number, (segment, _) in enumerate(_PLACES):
+            header = FileHeader(MAGIC_SEGMENT, namespace.digest, owner, segment, created)
+            data = segments.setdefault(segment, bytearray(header.pack()))
+            data += bytes(-len(data) % HEADER_BYTES)
+            entries["segment"][number] = segment
+            entries["slot"][number] = slots[segment]
+            entries["offset"][number] = len(data)
+            data += payloads[number]
+            slots[segment] += 1
         # Every field of one entry differs from zero and from every other field.
         for name, value in (
             ("salt", 0x5A17_0000_0000_0001),
@@ -102,12 +111,14 @@ class GoldenTree:
         tombstone = np.zeros(1, dtype=ENTRY)
         tombstone["kind"] = KIND_TOMBSTONE
         tombstone["time"] = created
-        tombstone["key"][0] = np.void(keys[0])
+        tombstone["key"][0] = np.void(keys[4])
         tombstone["payload_checksum"][0] = np.void(owner)
+        tombstone["segment"] = tombstone["slot"] = 1
 
         accesses = np.zeros(2, dtype=ACCESS)
         accesses["writer"] = np.void(owner)
-        accesses["slot"] = (1, 3)
+        accesses["segment"] = (0, 1)
+        accesses["slot"] = (1, 0)
         accesses["time"] = (created + 60, created + 90)
 
         def journal(writer: bytes, sealed: bytes) -> bytes:
@@ -129,7 +140,8 @@ class GoldenTree:
                 f"{home}/{owner.hex()}.journal": journal(
                     owner, seal_entries(entries, owner, 0, namespace.digest)
                 ),
-                f"{home}/{owner.hex()}.00000000.segment": bytes(segment),
+                f"{home}/{owner.hex()}.00000000.segment": bytes(segments[0]),
+                f"{home}/{owner.hex()}.00000001.segment": bytes(segments[1]),
                 f"{home}/{owner.hex()}.00000000.dead": dead.pack() + set_dead(b"", [2]),
                 f"{home}/{reader.hex()}.journal": journal(
                     reader, seal_entries(tombstone, reader, 0, namespace.digest)
