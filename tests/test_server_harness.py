@@ -105,6 +105,20 @@ def test_no_process_outlives_a_stop(tmp_path: Path, how: signal.Signals) -> None
     assert not any(map(_alive, pids))
 
 
+def test_kill_leaves_no_shared_memory_of_python(tmp_path: Path) -> None:
+    body = (
+        "from multiprocessing import shared_memory\n"
+        "block = shared_memory.SharedMemory(create=True, size=4096)\n"
+        f"open({str(tmp_path / 'name')!r}, 'w').write(block.name)\n{_ANSWER}"
+    )
+    server = _server(tmp_path, body)
+    server.start()
+    block = Path("/dev/shm") / (tmp_path / "name").read_text()
+    assert block.exists()
+    server.stop(signal.SIGKILL)
+    assert not block.exists()
+
+
 def test_leaked_region_is_reported_and_removed(tmp_path: Path) -> None:
     name = f"/dev/shm/vllm_offload_harness-test-{os.getpid()}.mmap"
     with _server(tmp_path, f"open({name!r}, 'w').close()\n" + _ANSWER) as server:

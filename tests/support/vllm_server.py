@@ -350,8 +350,9 @@ class VllmServer:
         """Wait for the server's processes to end; kill them when they do not."""
         deadline = time.monotonic() + grace_s
         while self._members(session):
-            if time.monotonic() > deadline:
-                self._kill_session(session)
+            late_s = time.monotonic() - deadline
+            if late_s > 0:
+                self._kill_session(session, spare_trackers=late_s < 5)
             time.sleep(0.02)
 
     @staticmethod
@@ -369,9 +370,20 @@ class VllmServer:
         return alive
 
     @classmethod
-    def _kill_session(cls, session: int) -> None:
+    def _kill_session(cls, session: int, *, spare_trackers: bool = True) -> None:
+        """Kill a session's processes.
+
+        Python's resource trackers end by themselves once nobody is left, and
+        remove the shared memory and semaphores of the killed ones; they are
+        only killed when told to.
+        """
         for pid in cls._members(session):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
+                if (
+                    spare_trackers
+                    and b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
+                    continue
                 os.kill(pid, signal.SIGKILL)
 
     def log_tail(self, lines: int = 40) -> str:
