@@ -219,7 +219,10 @@ class Index:
         code |= segments.astype(np.uint64) << np.uint64(_SLOT_BITS)
         return code | slots.astype(np.uint64)
 
-    def keys(self) -> list[bytes]:
-        """All keys now."""
+    def keys(self, group: int | None = None) -> list[bytes]:
+        """All keys now, or those whose record is of one group."""
         with self._lock:
-            return list(self._rows)
+            if group is None:
+                return list(self._rows)
+            groups = self._entries["group"]
+            return [key for key, row in self._rows.items() if groups[row] == group]

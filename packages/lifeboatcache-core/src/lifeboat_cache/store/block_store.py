@@ -214,9 +214,13 @@ class BlockStore:
             [0 if item is None else int(item[1]["layout"]) for item in found], dtype=np.uint64
         )
 
-    def keys(self) -> list[bytes]:
-        """Keys of all blocks known to be there."""
-        return self._index.keys()
+    def keys(self, *, group: int | None = None) -> list[bytes]:
+        """Keys of all blocks known to be there, or of those stored with one group number.
+
+        Keys are digests. An adapter that has to name its blocks after a restart
+        stores a list of their names as a block too, under a group of its own.
+        """
+        return self._index.keys(group)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Undo one pin of each key. Never fails."""
