@@ -148,6 +148,27 @@ def test_record_that_claims_to_be_another(
     assert open_driver(size=size, layout=layout).load([number]) == [CORRUPT]
 
 
+@pytest.mark.parametrize(("field", "value"), [("codec", 9), ("algorithm", 9), ("kind", 9)])
+def test_records_of_a_later_release_are_a_miss_that_can_be_stored(
+    open_driver: Open, root: Path, namespace: Namespace, field: str, value: int
+) -> None:
+    stored(open_driver)
+    journal = the_file(root, "journal")
+    entries = entries_of(journal).copy()
+    entries[field][1] = value
+    reseal(journal, entries, namespace)
+    before = journal.read_bytes()
+    driver = open_driver()
+    assert driver.block_store.counters().bad_entries == 0
+    assert driver.lookup(range(3)) == [HIT, MISS, HIT]
+    assert driver.load(range(3)) == [OK, MISSING, OK]
+    assert driver.store(range(3)) == [Outcome.PRESENT, OK, Outcome.PRESENT]
+    assert driver.load(range(3)) == [OK] * 3
+    assert driver.block_store.close()
+    assert journal.read_bytes() == before
+    assert open_driver().load(range(3)) == [OK] * 3
+
+
 def test_records_copied_to_another_namespace(
     open_driver: Open, root: Path, namespace: Namespace
 ) -> None:

@@ -145,6 +145,24 @@ def test_purging_while_others_store_and_load(open_driver: Open, start_process: S
         assert writer.ask("load", numbers) == ["OK"] * 10
 
 
+def test_opening_while_another_process_purges(open_driver: Open, start_process: Start) -> None:
+    purger = start_process()
+    for _ in range(10):
+        driver = open_driver()
+        assert set(driver.load(range(30))) <= {OK, Outcome.MISSING}
+        assert {outcome.good for outcome in driver.store(range(30))} == {True}
+        for _ in range(5):
+            purger.tell("purge")
+        assert driver.block_store.close()
+        again = open_driver()
+        assert set(again.load(range(30))) <= {OK, Outcome.MISSING}
+        assert again.block_store.counters().load_outcomes.get("corrupt", 0) == 0
+        for _ in range(5):
+            purger.hear()
+        assert {outcome.good for outcome in again.store([99])} == {True}
+        assert again.block_store.close()
+
+
 def test_second_store_of_a_process_does_not_drop_the_locks_of_the_first(
     open_driver: Open, start_process: Start, root: Path, namespace: Namespace
 ) -> None:
