@@ -300,7 +300,7 @@ def test_chunks_stored_before_the_identity_is_known_are_kept(
 def test_a_model_that_cannot_be_identified_is_neither_stored_nor_served(
     engine: OpenEngine, stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys, chunks = stored
+    keys, _ = stored
 
     def fail(*_: Any) -> Any:
         raise IdentityError("no weights here: give a local directory")

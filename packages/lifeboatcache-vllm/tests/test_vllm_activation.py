@@ -1,0 +1,229 @@
+"""Activation by one variable, on vLLM's real configuration of a launch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_llama
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+
+from lifeboat_cache.integrations import vllm_activation, vllm_memory, vllm_plugin
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    tiny_llama.write(directory)
+    return directory
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 0.5}\n")
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))
+    monkeypatch.delenv("LIFEBOAT_CACHE_CONFIG", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    return home
+
+
+@pytest.fixture
+def launch(
+    checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Launch:
+    """Configure a launch with the plugin's hook in place; returns vLLM's configuration."""
+    load_general_plugins()  # or the first launch does, and sets the logger up again
+    # Whatever other plugins put around it is left out, and is back afterwards.
+    plain = EngineArgs.create_engine_config
+    while hasattr(plain, "__wrapped__"):
+        plain = plain.__wrapped__
+    monkeypatch.setattr(EngineArgs, "create_engine_config", plain)
+    monkeypatch.setattr(logging.getLogger("lifeboat_cache"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("lifeboat_cache"), "parent", logging.getLogger())
+    caplog.set_level(logging.INFO, "lifeboat_cache")
+
+    def start(*, offloads: bool = True, **arguments: Any) -> Any:
+        vllm_activation.install(lambda: offloads)
+        return EngineArgs(model=str(checkpoint), **arguments).create_engine_config()
+
+    return start
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "lifeboat_cache"]
+
+
+def test_nothing_configured_gives_native_offloading_with_our_tier(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = launch().kv_transfer_config
+    assert transfer.kv_connector == "OffloadingConnector"
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert transfer.engine_id
+    assert transfer.kv_connector_extra_config == {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 500_000_000,
+        "lifeboat_chunk_tokens": 256,
+        "secondary_tiers": [
+            {"type": "LifeboatTier", "module_path": "lifeboat_cache.integrations.vllm_tier"}
+        ],
+    }
+    (line,) = said(caplog)
+    assert line.startswith("LifeboatCache is on: ")
+
+
+def test_a_transfer_configuration_of_the_launch_wins(launch: Launch) -> None:
+    own = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    config = launch(kv_transfer_config=own)
+    assert config.kv_transfer_config.kv_connector == "ExampleConnector"
+    assert config.kv_transfer_config.kv_connector_extra_config == {}
+
+
+def test_an_offloading_size_of_the_launch_wins(launch: Launch) -> None:
+    transfer = launch(kv_offloading_size=1.0).kv_transfer_config
+    assert transfer.kv_connector == "OffloadingConnector"
+    assert transfer.kv_connector_extra_config == {"cpu_bytes_to_use": 1 << 30}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "reason"),
+    [
+        ({"offloads": False}, {}, "only on CUDA, ROCm and XPU"),
+        ({"enable_prefix_caching": False}, {}, "prefix caching is off"),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments"),
+        ({"prefix_caching_hash_algo": "xxhash"}, {}, "PYTHONHASHSEED"),
+        ({"runner": "pooling"}, {}, "run for pooling"),
+    ],
+    ids=["platform", "prefix-caching-off", "expandable-segments", "random-hashes", "pooling"],
+)
+def test_what_cannot_work_stands_down_with_one_line(
+    launch: Launch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    reason: str,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch(**arguments).kv_transfer_config is None
+    (line,) = said(caplog)
+    assert line.startswith("LifeboatCache stands down")
+    assert reason in line
+
+
+def test_a_broken_configuration_file_stands_down(
+    launch: Launch, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (home / "lifeboat.yaml").write_text("engin: {}\n")
+    assert launch().kv_transfer_config is None
+    (line,) = said(caplog)
+    assert "engin" in line
+    assert "engine" in line
+
+
+def test_too_little_memory_stands_down(
+    launch: Launch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        vllm_activation, "available_memory", lambda: {"free space in /dev/shm": 64 << 20}
+    )
+    assert launch().kv_transfer_config is None
+    (line,) = said(caplog)
+    assert "/dev/shm" in line
+
+
+def test_a_fault_of_ours_does_not_stop_the_launch(
+    launch: Launch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> dict[str, int]:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(vllm_activation, "available_memory", fail)
+    assert launch().kv_transfer_config is None
+    assert "a fault" in said(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [("1", True), ("true", True), (" ON ", True), ("0", False), ("", False), ("no", False)],
+)
+def test_the_variable(value: str, on: bool) -> None:
+    assert vllm_activation.is_enabled({"LIFEBOAT_CACHE": value}) is on
+    assert not vllm_activation.is_enabled({})
+
+
+def test_without_the_variable_launches_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LIFEBOAT_CACHE", raising=False)
+    monkeypatch.setattr(
+        vllm_activation, "install", lambda _: pytest.fail("a launch would be changed")
+    )
+    vllm_plugin.register()
+    assert vllm_plugin.registered()
+
+
+def test_ranks_of_a_host_share_the_memory() -> None:
+    tier = vllm_memory.size_cpu_tier(8 << 30, 4, {"available memory": 100 << 30})
+    assert tier.bytes == 2 << 30
+    assert tier.reason == "engine.native_cpu_gb"
+
+
+def test_the_scarcest_memory_decides_and_some_is_left() -> None:
+    tier = vllm_memory.size_cpu_tier(
+        20_000_000_000,
+        1,
+        {"available memory": 100 << 30, "memory left in this cgroup": 10 << 30},
+    )
+    assert 5 << 30 < tier.bytes < 8 << 30
+    assert "cgroup" in tier.reason
+    assert vllm_memory.size_cpu_tier(20 << 30, 1, {"available memory": 2 << 30}).bytes == 0
+
+
+def _cgroup(root: Path, path: str, limit: str, used: int, files: dict[str, str]) -> None:
+    directory = root / path
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / files["limit"]).write_text(f"{limit}\n")
+    (directory / files["usage"]).write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 1\n{files['cache']} {1 << 20}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_cgroups_are_seen(tmp_path: Path, version: int) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50000000 kB\n")
+    if version == 2:
+        (proc / "self" / "cgroup").write_text("0::/pod/container\n")
+        files = {
+            "limit": "memory.max",
+            "usage": "memory.current",
+            "cache": "inactive_file",
+        }
+        base, none = groups, "max"
+    else:
+        (proc / "self" / "cgroup").write_text("5:cpu,memory:/pod/container\n0::/\n")
+        files = {
+            "limit": "memory.limit_in_bytes",
+            "usage": "memory.usage_in_bytes",
+            "cache": "total_inactive_file",
+        }
+        base, none = groups / "memory", str((1 << 63) - 4096)
+    _cgroup(base, "pod/container", none, 5 << 20, files)
+    _cgroup(base, "pod", str(64 << 20), 10 << 20, files)
+    limits = vllm_memory.available_memory(shm=tmp_path, proc=proc, cgroups=groups)
+    # 64 MiB less 10 MiB in use, of which 1 MiB is page cache.
+    assert limits["memory left in this cgroup"] == 55 << 20
+    assert limits["available memory"] == 50_000_000 * 1024
+    assert limits["free space in /dev/shm"] > 0

@@ -1,0 +1,100 @@
+"""The passive hook that hands an engine's configuration to the tier."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from lifeboat_cache.errors import IdentityError
+from lifeboat_cache.integrations import vllm_handover, vllm_namespace
+from lifeboat_cache.integrations.vllm_handover import blocks_per_chunk
+
+
+def spec(block_size: int, kind: str = "FullAttentionSpec") -> Any:
+    return type(kind, (), {"block_size": block_size})()
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        ([spec(16)], 16),
+        ([spec(128)], 2),
+        ([spec(256)], 1),
+        ([spec(400)], 1),
+        ([spec(48)], 5),
+        ([spec(16), spec(64, "SlidingWindowSpec")], 4),
+        ([spec(16), spec(16, "MambaSpec")], 1),
+        ([], 1),
+    ],
+)
+def test_chunks_have_about_as_many_tokens_as_asked_for(specs: list[Any], expected: int) -> None:
+    assert blocks_per_chunk(256, specs) == expected
+
+
+@pytest.fixture
+def created(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What reaches vLLM's own factory through the hook."""
+    seen: list[Any] = []
+
+    def create_connector(cls: Any, config: Any, role: Any, kv_cache_config: Any = None) -> str:
+        seen.append((config, role, kv_cache_config))
+        return "connector"
+
+    monkeypatch.setattr(KVConnectorFactory, "create_connector", classmethod(create_connector))
+    vllm_handover.install()
+    vllm_handover.install()
+    return seen
+
+
+def engine(engine_id: str, **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_connector_extra_config=extra),
+        lora_config=None,
+    )
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_the_configuration_reaches_the_tier_and_the_factory(
+    created: list[Any], by_keyword: bool
+) -> None:
+    config = engine(f"handover-{by_keyword}")
+    cache = SimpleNamespace(kv_cache_groups=[])
+    if by_keyword:
+        made = KVConnectorFactory.create_connector(config=config, role="r", kv_cache_config=cache)
+    else:
+        made = KVConnectorFactory.create_connector(config, "r", cache)
+    assert made == "connector"
+    assert created == [(config, "r", cache)]
+    handed = vllm_handover.engine_config(f"handover-{by_keyword}")
+    assert handed is not None
+    assert handed.vllm_config is config
+    assert handed.kv_cache_config is cache
+
+
+def test_the_chunk_size_becomes_blocks(created: list[Any]) -> None:
+    config = engine("chunks", lifeboat_chunk_tokens=256)
+    groups = [SimpleNamespace(kv_cache_spec=spec(16))]
+    KVConnectorFactory.create_connector(config, "r", SimpleNamespace(kv_cache_groups=groups))
+    assert config.kv_transfer_config.kv_connector_extra_config == {"blocks_per_chunk": 16}
+    # The worker of the same process finds it done.
+    KVConnectorFactory.create_connector(config, "r", SimpleNamespace(kv_cache_groups=groups))
+    assert config.kv_transfer_config.kv_connector_extra_config == {"blocks_per_chunk": 16}
+
+
+def test_other_connectors_are_left_alone(created: list[Any]) -> None:
+    config = engine("other", block_size=64, something=1)
+    KVConnectorFactory.create_connector(config, "r", None)
+    assert config.kv_transfer_config.kv_connector_extra_config == {"block_size": 64, "something": 1}
+    KVConnectorFactory.create_connector(SimpleNamespace(), "r", None)
+    assert len(created) == 2
+
+
+def test_an_engine_without_the_plugin_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM has loaded its plugins, and ours was not among them: nobody knows the weights.
+    monkeypatch.setattr(vllm_namespace, "_inside_engine", lambda: True)
+    offloading = SimpleNamespace(engine_id="never seen")
+    with pytest.raises(IdentityError, match="VLLM_PLUGINS"):
+        vllm_namespace.find_namespace(offloading, "", 4096, lambda: False)
