@@ -485,6 +485,22 @@ def test_flipped_bits_of_a_dead_bitmap_never_make_a_wrong_block(
         flip_byte(bitmap, at)
 
 
+def test_what_a_janitor_reclaimed_meanwhile_is_missing_and_not_corrupt(
+    open_driver: Open, root: Path, namespace: Namespace
+) -> None:
+    stored(open_driver)
+    driver = open_driver()
+    bury_slots(root, namespace, [1])
+    with the_file(root, "segment").open("r+b") as file:
+        file.seek(int(entries_of(the_file(root, "journal"))[1]["offset"]))
+        file.write(bytes(8192))
+    assert driver.load(range(3)) == [OK, MISSING, OK]
+    assert driver.lookup(range(3)) == [HIT, MISS, HIT]
+    assert driver.block_store.close()
+    # Nothing had to be buried.
+    assert len(list(root.glob("*/*.journal"))) == 1
+
+
 @pytest.mark.parametrize("left", [0, 10, HEADER_BYTES])
 def test_cut_dead_bitmap(open_driver: Open, root: Path, namespace: Namespace, left: int) -> None:
     stored(open_driver)

@@ -56,6 +56,9 @@ class GatedReader(TargetReader):
         self.gate.pass_through()
         return self.inner.read(places, buffers, blocks)
 
+    def declared_dead(self, places: Sequence[Place], slots: Sequence[int]) -> list[bool]:
+        return self.inner.declared_dead(places, slots)
+
     def accesses(self) -> Iterator[Entries]:
         return self.inner.accesses()
 

@@ -13,7 +13,7 @@ import pytest
 from lifeboat_cache.errors import StoreClosedError
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store.block_store import BlockStore
+from lifeboat_cache.store.block_store import BlockStore, State
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import new_writer_id, writer_alive
 from lifeboat_cache.testing import StoreDriver
@@ -238,9 +238,14 @@ def test_forked_child_is_told_to_open_its_own_store(open_driver: Open) -> None:
             driver.store([9])
         except StoreClosedError as exc:
             said = str(exc).encode()
-        os.write(report, said)
+        # Nor does it end what is its parent's.
+        store = driver.block_store
+        closed = store.close() and store.drain() and store.state is State.READY
+        os.write(report, said + b" %d" % closed)
         os._exit(0)
-    assert b"open a store of its own" in os.read(result, 1000)
+    said = os.read(result, 1000)
+    assert b"open a store of its own" in said
+    assert said.endswith(b" 1")
     assert os.waitpid(child, 0)[1] == 0
     os.close(result)
     os.close(report)

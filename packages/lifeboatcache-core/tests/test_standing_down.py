@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,9 +239,18 @@ def test_closed_store(open_driver: Callable[..., StoreDriver]) -> None:
     assert open_driver().load([1]) == [Outcome.OK]
 
 
-def test_waiting_for_a_job_and_polling_agree(open_driver: Callable[..., StoreDriver]) -> None:
+def test_waiting_for_a_job_and_polling_agree(
+    open_driver: Callable[..., StoreDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Job.publish
+
+    def slowly(self: Job) -> None:
+        publish(self)
+        time.sleep(0.02)  # the waiter runs first
+
+    monkeypatch.setattr(Job, "publish", slowly)
     store = open_driver().block_store
-    for number in range(200):
+    for number in range(5):
         job = store.store(batch(number))
         assert job.wait(60)
         assert store.poll() == [job]

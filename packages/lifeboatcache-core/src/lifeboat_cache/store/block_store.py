@@ -625,25 +625,38 @@ class BlockStore:
         ]
         outcomes = reader.read(places, batch.buffers, part)
         moved = 0
+        wrong: list[int] = []
+        for at, number in enumerate(part):
+            if outcomes[at] != Outcome.OK:
+                continue
+            entry = records[number][1]
+            size = int(entry["raw_length"])
+            bound = binding.pack(
+                batch.keys[number],
+                int(entry["layout"]),
+                size,
+                int(entry["stored_length"]),
+                int(entry["codec"]),
+            )
+            checksum = payload_checksum(bound, batch.buffers.pieces(number))
+            if checksum == entry["payload_checksum"].tobytes():
+                moved += size
+            else:
+                outcomes[at] = int(Outcome.CORRUPT)
+                wrong.append(at)
+        if wrong:
+            slots = [int(records[part[at]][1]["slot"]) for at in wrong]
+            dead = reader.declared_dead([places[at] for at in wrong], slots)
+            for at, reclaimed in zip(wrong, dead, strict=True):
+                if reclaimed:
+                    outcomes[at] = int(Outcome.MISSING)
         bad: list[tuple[bytes, Any]] = []
         for at, number in enumerate(part):
-            writer, entry = records[number]
             if outcomes[at] == Outcome.OK:
-                size = int(entry["raw_length"])
-                bound = binding.pack(
-                    batch.keys[number],
-                    int(entry["layout"]),
-                    size,
-                    int(entry["stored_length"]),
-                    int(entry["codec"]),
-                )
-                checksum = payload_checksum(bound, batch.buffers.pieces(number))
-                if checksum == entry["payload_checksum"].tobytes():
-                    moved += size
-                    continue
-                outcomes[at] = int(Outcome.CORRUPT)
+                continue
             # A read that failed is a miss from now on: the block is computed and
             # stored again, instead of failing for every request to come.
+            writer, entry = records[number]
             self._index.remove(
                 batch.keys[number], writer, int(entry["segment"]), int(entry["slot"])
             )

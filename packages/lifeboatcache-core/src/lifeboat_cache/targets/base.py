@@ -212,6 +212,14 @@ class TargetReader(ABC):
         """
 
     @abstractmethod
+    def declared_dead(self, places: Sequence[Place], slots: Sequence[int]) -> list[bool]:
+        """Whether the record at each place, of that slot, is marked dead by now.
+
+        Asked when bytes do not match their checksum: what a janitor has reclaimed
+        after this process indexed it is missing, not corrupt.
+        """
+
+    @abstractmethod
     def accesses(self) -> Iterator[Entries]:
         """``ACCESS`` arrays from all access logs of the namespace."""
 

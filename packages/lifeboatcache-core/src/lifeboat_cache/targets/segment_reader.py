@@ -247,6 +247,13 @@ class SegmentReader(TargetReader):
             return size, none
         return size, dead_slots(data[HEADER_BYTES:])
 
+    def declared_dead(self, places: Sequence[Place], slots: Sequence[int]) -> list[bool]:
+        out = []
+        for place, slot in zip(places, slots, strict=True):
+            _, dead = self._extent(place.writer, place.segment)
+            out.append(slot < dead.shape[0] and bool(dead[slot]))
+        return out
+
     def accesses(self) -> Iterator[Entries]:
         try:
             names = sorted(os.listdir(self._directory))

@@ -394,12 +394,19 @@ class TargetTests:
         buryer.close()
 
     def test_dead_slots_are_left_out(self, target: Callable[..., Target]) -> None:
-        writer = self.opened(target).writer(self.namespace)
+        made = self.opened(target)
+        writer = made.writer(self.namespace)
         entries = self.append(writer, range(12), self.blocks([4096] * 12))
         place = _place(writer.writer, entries[0])
         dead = [0, 3, 9, 11]
         self.declare_dead(place, [int(entries["slot"][number]) for number in dead])
         alive = sorted(set(range(12)) - set(dead))
+        for reader in (made.reader(self.namespace), self.opened(target).reader(self.namespace)):
+            places = [_place(writer.writer, entry) for entry in entries]
+            slots = entries["slot"].tolist()
+            declared = reader.declared_dead(places, slots)
+            assert declared == [number in dead for number in range(12)]
+            assert reader.declared_dead([place], [1000]) == [False]
         reader = self.opened(target).reader(self.namespace)
         assert set(self.found(reader)) == set(sample_keys(alive))
         writer.close()
