@@ -139,7 +139,7 @@ def test_every_page_can_be_the_last(
     found = driver.load(range(3))
     assert {number for number in range(3) if found[number] is OK} == good
     files = [path.name for path in root.glob("*/*") if path.suffix in (".journal", ".lock")]
-    assert len(files) <= 2, "failed attempts leave nothing behind"
+    assert len(files) in (0, 2), "failed attempts leave nothing behind"
 
     filler(1 << 20)
     assert all(outcome.good for outcome in driver.store(range(6)))
