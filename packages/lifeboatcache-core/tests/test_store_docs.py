@@ -1,4 +1,4 @@
-"""docs/format.md says what the code does."""
+"""docs/format.md and docs/interface.md say what the code does."""
 
 from __future__ import annotations
 
@@ -147,3 +147,13 @@ def test_file_names() -> None:
     # The code tells the same.
     for line in listing.strip().splitlines():
         assert line.split("  ")[0].strip() in (layout.__doc__ or "")
+
+
+def test_tests_named_on_the_interface_page_exist() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "interface.md").read_text()
+    tests = (Path(__file__).parent / "test_interface_contracts.py").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    there = set(re.findall(r"^def (test_\w+)", tests, re.MULTILINE))
+    assert named == there
+    for module in re.findall(r"`(test_\w+\.py)`", page):
+        assert (Path(__file__).parent / module).exists()
