@@ -30,7 +30,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
     demo = command("demo", "restart a real vLLM server and restore a long prompt", _demo)
     demo.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
-    demo.add_argument("--tier", choices=TIERS, default="fs", help=argparse.SUPPRESS)
+    demo.add_argument("--tier", choices=TIERS, default="lifeboat", help=argparse.SUPPRESS)
 
     test = command(
         "test", "run what CI runs; arguments for pytest run only tests", _test, pytest=True
