@@ -32,7 +32,8 @@ def test_storing_loading_and_deleting_at_once(
     monkeypatch.setattr(block_store, "_PART_BYTES", 32 << 10)
     monkeypatch.setattr(block_store, "_TAIL_S", 0.01)
     # The second store follows the first and writes the same keys.
-    drivers = [open_driver(size=12_288, cuts=(4096,), io_workers=4) for _ in range(2)]
+    # One of them reads and writes past the page cache, the other through it.
+    drivers = [open_driver(size=12_288, cuts=(at,), io_workers=4) for at in (4096, 100)]
     faults: list[BaseException] = []
 
     def work(seed: int) -> None:

@@ -101,6 +101,30 @@ def test_direct_io_that_is_demanded_and_missing_is_an_error(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(("error", "answer"), [(errno.EINVAL, False), (errno.ENOSPC, True)])
+def test_direct_io_is_tried_and_not_only_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, answer: bool
+) -> None:
+    def refuses(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "pwritev", refuses)
+    monkeypatch.setattr(direct, "O_DIRECT", getattr(os, "O_DIRECT", 0) or os.O_SYNC)
+    if not supports_open(tmp_path):
+        pytest.skip("this filesystem does not open files with O_DIRECT")
+    assert supports_direct(tmp_path, "auto") is answer
+    assert os.listdir(tmp_path) == []
+
+
+def supports_open(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "file", os.O_CREAT | os.O_WRONLY | direct.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    os.unlink(directory / "file")
+    return True
+
+
 def test_looking_for_direct_io_leaves_nothing(tmp_path: Path) -> None:
     supports_direct(tmp_path, "auto")
     assert os.listdir(tmp_path) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store import block_store
 from lifeboat_cache.store.block_store import BlockStore, State
+from lifeboat_cache.targets import segment_writer
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import ROOT_MARKER
 from lifeboat_cache.testing import StoreDriver
@@ -200,6 +202,44 @@ def test_directory_of_another_namespace_is_not_written(
     for _ in range(3):
         assert driver.store([1]) == [FAILED]
     assert os.listdir(root / namespace.directory) == ["namespace.json"]
+
+
+def test_directory_with_the_document_of_another_namespace_is_shown_as_a_problem(
+    open_driver: Open, root: Path, namespace: Namespace
+) -> None:
+    driver = open_driver()
+    assert driver.store([1]) == [OK]
+    assert driver.block_store.close()
+    copy = root / ("ab" * 16)
+    shutil.copytree(root / namespace.directory, copy)
+    infos = {info.digest: info for info in FilesystemTarget(root).namespaces()}
+    assert set(infos) == {namespace.hex, copy.name}
+    assert "whose directory is another one" in infos[copy.name].problems[0]
+    # So that purging what is shown purges that, and nothing else.
+    FilesystemTarget(root).purge(copy.name)
+    assert not copy.exists()
+    assert open_driver().load([1]) == [OK]
+
+
+def test_running_out_of_file_descriptors_costs_no_blocks(
+    open_driver: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 20_000)
+    driver = open_driver(io_workers=1)
+    for number in range(40):
+        assert driver.store([number]) == [OK]
+    assert len(list(root.glob("*/*.segment"))) > 12
+    assert driver.block_store.close()
+    again = open_driver(io_workers=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 8, hard))
+        outcomes = [again.load([number])[0] for number in range(40)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert outcomes == [OK] * 40
 
 
 def test_purge_takes_a_digest_and_nothing_else(root: Path) -> None:

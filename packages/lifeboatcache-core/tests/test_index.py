@@ -86,6 +86,14 @@ def test_tombstone_of_a_record_in_reserve() -> None:
     assert place(index, 1) is None
 
 
+def test_a_record_that_is_met_twice_is_one_record() -> None:
+    index = Index()
+    for _ in range(2):
+        index.insert(A, records(1))
+        index.insert(B, records(1, segment=5))
+    assert len(index.take(key(1))) == 2
+
+
 def test_taking_a_key_returns_all_its_records() -> None:
     index = Index()
     index.insert(A, records(1, 2))

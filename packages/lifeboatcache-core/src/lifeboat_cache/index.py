@@ -83,12 +83,20 @@ class Index:
                         continue
                     if self._buried and (writer, segments[at], slots[at]) in self._buried:
                         continue
-                    if key in self._rows:
-                        self._spares.setdefault(key, []).append((number, part[at].copy()))
-                        continue
-                    self._answer(key, number, part[at])
-                    added += 1
+                    row = self._rows.get(key)
+                    if row is None:
+                        self._answer(key, number, part[at])
+                        added += 1
+                    else:
+                        self._keep(key, row, (number, part[at].copy()))
         return added
+
+    def _keep(self, key: bytes, row: int, spare: tuple[int, Any]) -> None:
+        """Keep a record in reserve, unless it is one that is known."""
+        place = self._spare_place(spare)
+        spares = self._spares.get(key, [])
+        if self._place(row) != place and place not in map(self._spare_place, spares):
+            self._spares[key] = [*spares, spare]
 
     def _answer(self, key: bytes, number: int, entry: Any) -> None:
         """Let a record answer for its key, which has none now."""

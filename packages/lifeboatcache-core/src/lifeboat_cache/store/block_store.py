@@ -728,7 +728,7 @@ class BlockStore:
             try:
                 target.probe()
                 reader = target.reader(namespace)
-            except (OSError, LifeboatError) as exc:
+            except (OSError, ValueError, LifeboatError) as exc:
                 skipped.append(f"{target.name}: {exc}")
                 _log.warning("LifeboatCache: target %s is skipped: %s", target.name, exc)
                 continue
@@ -768,6 +768,9 @@ class BlockStore:
             return
         own = self._writer.writer if self._writer is not None else None
         for page in reader.poll(own):
+            writer = self._writer
+            if writer is not None and page.writer == writer.writer:
+                continue  # started just now; what it stores is in the index already
             self._index.insert(page.writer, page.entries[_readable(page.entries)])
             if page.bad:
                 self._counters.add(bad_entries=page.bad)

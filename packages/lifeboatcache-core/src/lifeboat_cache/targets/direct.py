@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def supports_direct(directory: Path, wanted: Literal["auto", "on", "off"]) -> bool:
-    """Whether to open files in ``directory`` with O_DIRECT.
+    """Whether to open files in ``directory`` with O_DIRECT; found out by writing one.
 
     Raises
     ------
@@ -37,9 +38,16 @@ def supports_direct(directory: Path, wanted: Literal["auto", "on", "off"]) -> bo
     if O_DIRECT:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            os.close(os.open(path, flags | O_DIRECT, 0o600))
+            fd = os.open(path, flags | O_DIRECT, 0o600)
+            try:
+                with mmap.mmap(-1, ALIGNMENT) as page:
+                    os.pwritev(fd, [page], 0)
+            finally:
+                os.close(fd)
             return True
         except OSError as exc:
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                return True  # it only lacks the space
             reason = exc.strerror or str(exc)
         finally:
             try:

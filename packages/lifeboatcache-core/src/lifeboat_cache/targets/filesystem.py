@@ -246,6 +246,8 @@ class FilesystemTarget(Target):
         problems: list[str] = []
         try:
             namespace = Namespace.from_json((directory / "namespace.json").read_bytes())
+            if namespace.directory != directory.name:
+                raise FormatError(f"it names {namespace.hex}, whose directory is another one")
             digest, identity = namespace.hex, dict(namespace.identity)
             display = dict(namespace.display)
         except (OSError, LifeboatError) as exc:

@@ -351,11 +351,17 @@ class SegmentReader(TargetReader):
                     return found
                 # Somebody deleted the file: give its space back.
                 del self._open[key]
-        opened = _OpenSegment(
-            self._directory / segment_name(writer.hex(), number),
-            FileHeader(MAGIC_SEGMENT, self._namespace, writer, number, 0),
-            self._direct,
-        )
+        path = self._directory / segment_name(writer.hex(), number)
+        header = FileHeader(MAGIC_SEGMENT, self._namespace, writer, number, 0)
+        try:
+            opened = _OpenSegment(path, header, self._direct)
+        except OSError as exc:
+            if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # The engine needs its descriptors: give ours back, and take what one needs.
+            with self._lock:
+                self._open.clear()
+            opened = _OpenSegment(path, header, self._direct)
         with self._lock:
             opened = self._open.setdefault(key, opened)
             self._open.move_to_end(key)
