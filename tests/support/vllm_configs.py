@@ -79,10 +79,7 @@ def hand_over(
         build_offloading_config,
     )
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.kv_cache_utils import (
-        generate_scheduler_kv_cache_config,
-        get_kv_cache_configs,
-    )
+    from vllm.v1.engine import core  # has what it uses itself, wherever a release keeps it
 
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector",
@@ -109,6 +106,8 @@ def hand_over(
         for rank in range(parallel.pipeline_parallel_size)
         for _ in range(parallel.tensor_parallel_size)
     ]
-    per_worker = get_kv_cache_configs(config, specs, [memory] * len(specs))
-    kv_cache_config = generate_scheduler_kv_cache_config(per_worker)
+    grouping = getattr(core, "get_global_kv_cache_groups", None)  # vLLM 0.33
+    groups = [] if grouping is None else [grouping(config, specs)]
+    per_worker = core.get_kv_cache_configs(config, specs, [memory] * len(specs), *groups)
+    kv_cache_config = core.generate_scheduler_kv_cache_config(per_worker)
     return Handed(config, kv_cache_config, build_offloading_config(config, kv_cache_config))

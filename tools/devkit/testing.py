@@ -11,6 +11,7 @@ from devkit import recipes
 from devkit.building import build_wheels, smoke_test
 from devkit.hatch import core_python, hatch_run
 from devkit.model import make_model
+from devkit.next_vllm import NEXT_VLLM, make_next_vllm
 from devkit.places import ROOT, dev_home
 from devkit.shell import DevError, note, try_run
 
@@ -46,6 +47,17 @@ class _Counts:
             self.failed += failed
             self.skipped += skipped
 
+
+_VLLM_TESTS = ROOT / "packages" / "lifeboatcache-vllm" / "tests"
+
+#: What meets vLLM's own code but boots no server; runs on the next release too.
+_NEXT_VLLM_TESTS = (
+    *(
+        _VLLM_TESTS / f"test_vllm_{name}.py"
+        for name in ("activation", "epoch", "handover", "identity_parts", "lora", "tier")
+    ),
+    ROOT / "tests" / "test_vllm_identity.py",
+)
 
 _SUITES = (
     _Suite("core", ROOT / "packages" / "lifeboatcache-core" / "tests", engine=False),
@@ -110,6 +122,13 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
             _run_suite, suite, given, full=full, must_run=not arguments, counts=counts, ran=ran
         )
         steps.append((f"tests of {suite.name}", run))
+    if full and not arguments:
+        suite = _Suite(f"vllm-{NEXT_VLLM}", ROOT, engine=True)
+        run = functools.partial(
+            _run_suite, suite, list(map(str, _NEXT_VLLM_TESTS)), full=full, must_run=True,
+            counts=counts, ran=ran, release=make_next_vllm,
+        )  # fmt: skip
+        steps.append((f"on vLLM {NEXT_VLLM}", run))
     rows = []
     good = True
     for name, step in steps:
@@ -164,8 +183,11 @@ def _run_suite(
     must_run: bool,
     counts: _Counts,
     ran: list[str],
+    release: Callable[[], Path] | None = None,
 ) -> None:
     variables = {"LIFEBOAT_TEST_MODEL": str(make_model())} if suite.engine else {}
+    if release is not None:
+        variables["PYTHONPATH"] = str(release())
     report = dev_home() / f"report-{suite.name}.xml"
     report.unlink(missing_ok=True)
     code = try_run(

@@ -18,7 +18,7 @@ from vllm_tiering import Engine, offload_keys, random_chunks
 
 from lifeboat_cache.errors import IdentityError
 from lifeboat_cache.format.header import HEADER_BYTES
-from lifeboat_cache.integrations import vllm_epoch, vllm_tier
+from lifeboat_cache.integrations import vllm_epoch, vllm_namespace, vllm_tier
 from lifeboat_cache.interface import State
 
 ROW = 64 << 10
@@ -31,6 +31,8 @@ OpenEngine = Callable[..., Engine]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LIFEBOAT_CACHE_CONFIG", raising=False)
+    # Another test of this process may have loaded vLLM's plugins, as an engine does.
+    monkeypatch.setattr(vllm_namespace, "_inside_engine", lambda: False)
     return tmp_path / "home"
 
 
