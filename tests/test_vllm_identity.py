@@ -395,7 +395,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for method in (*vllm_epoch._REASONS, "add_lora"):
         monkeypatch.setattr(EngineCore, method, getattr(EngineCore, method))
     monkeypatch.setattr(scheduler, "_create_req_context", scheduler._create_req_context)
-    for attribute in ("_installed", "_settings", "_watch"):
+    for attribute in ("_installed", "_serving", "_settings", "_watch"):
         monkeypatch.setattr(vllm_lora, attribute, getattr(vllm_lora, attribute))
     monkeypatch.setattr(vllm_lora, "_watch", vllm_lora.AdapterWatch())
     reasons: list[str] = []

@@ -22,6 +22,9 @@ from lifeboat_cache.integrations.vllm_lora import AdapterRef, AdapterWatch
 T = TypeVar("T")
 
 
+SERVING = SimpleNamespace(lora_dtype="bfloat16")
+
+
 class Context:
     """vLLM's ReqContext, as far as it matters."""
 
@@ -72,6 +75,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> AdapterWatch:
     made = AdapterWatch(wait_s=60.0)
     monkeypatch.setattr(vllm_lora, "_watch", made)
     monkeypatch.setattr(vllm_lora, "_installed", True)
+    monkeypatch.setattr(vllm_lora, "_serving", True)
     monkeypatch.setattr(vllm_lora, "_settings", vllm_lora.settings_digest(None))
     return made
 
@@ -309,6 +313,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for module in (offloading, scheduler, core):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(vllm_lora, "_installed", False)
+    monkeypatch.setattr(vllm_lora, "_serving", False)
     monkeypatch.setattr(vllm_lora, "_settings", None)
     monkeypatch.setattr(vllm_lora, "_watch", AdapterWatch(wait_s=60.0))
     return SimpleNamespace(scheduler=scheduler, EngineCore=EngineCore)
@@ -316,8 +321,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_the_hooks_mark_every_request(vllm: SimpleNamespace, tmp_path: Path) -> None:
     assert vllm_lora.unavailable_reason() is not None
-    vllm_lora.install()
-    vllm_lora.install()
+    vllm_lora.install(SERVING)
+    vllm_lora.install(SERVING)
     assert vllm_lora.unavailable_reason() is None
     plain = vllm.scheduler._create_req_context(SimpleNamespace(lora_request=None))
     assert vllm_lora.key_space(plain) == b""
@@ -328,7 +333,7 @@ def test_the_hooks_mark_every_request(vllm: SimpleNamespace, tmp_path: Path) -> 
 
 
 def test_an_adapter_counts_from_when_it_is_loaded(vllm: SimpleNamespace, tmp_path: Path) -> None:
-    vllm_lora.install()
+    vllm_lora.install(SERVING)
     directory = write_adapter(tmp_path)
     request = lora(directory)
     assert vllm.EngineCore().add_lora(request) == "loaded a"
@@ -341,7 +346,7 @@ def test_an_adapter_counts_from_when_it_is_loaded(vllm: SimpleNamespace, tmp_pat
 
 
 def test_a_request_that_cannot_be_understood_is_served_and_unknown(vllm: SimpleNamespace) -> None:
-    vllm_lora.install()
+    vllm_lora.install(SERVING)
     context = vllm.scheduler._create_req_context(SimpleNamespace())
     assert vllm_lora.key_space(context) is None
     assert vllm.EngineCore().add_lora(SimpleNamespace(lora_name="x")) == "loaded x"
@@ -352,6 +357,18 @@ def test_another_vllm_leaves_the_hooks_out(vllm: SimpleNamespace) -> None:
     vllm_lora.install()
     assert vllm_lora.unavailable_reason() is not None
     assert vllm_lora.key_space(Context()) == b"", "engines with adapters stand down as a whole"
+
+
+def test_an_engine_without_adapters_needs_no_marks(vllm: SimpleNamespace) -> None:
+    vllm_lora.install(None)
+    assert vllm_lora.key_space(Context()) == b""
+    answers: list[bool] = []
+    vllm_lora.confirm(Context(), answers.append)
+    assert answers == [True]
+    vllm_lora.install(SERVING)
+    assert vllm_lora.key_space(Context()) is None
+    vllm_lora.install(None)
+    assert vllm_lora.key_space(Context()) is None, "another engine of the process serves some"
 
 
 def test_settings_without_a_spelling_stand_down_and_break_nothing(vllm: SimpleNamespace) -> None:

@@ -301,6 +301,7 @@ def _directory(path: str) -> Path:
 _watch = AdapterWatch()
 _settings: bytes | None = None
 _installed = False
+_serving = False  # whether an engine of this process serves adapters
 
 
 def watch() -> AdapterWatch:
@@ -328,7 +329,8 @@ def install(lora_config: Any = None) -> None:
     lora_config
         vLLM's ``LoRAConfig``, if the engine serves adapters.
     """
-    global _installed, _settings
+    global _installed, _serving, _settings
+    _serving = _serving or lora_config is not None
     try:
         _settings = settings_digest(lora_config)
         _hook_contexts()
@@ -412,8 +414,9 @@ def key_space(context: Any) -> bytes | None:
         ``None`` if it is not (yet): the request's lookups are misses and its KV is
         not stored.
     """
-    if not _installed:
-        return b""  # then engines with adapters stand down as a whole
+    if not _installed or not _serving:
+        # No request has one; an engine that serves adapters without the hooks stands down.
+        return b""
     found = _watch.key_space(context)
     if not found:
         return found
@@ -425,7 +428,7 @@ def pending(context: Any) -> bool:
 
     Becomes false after :data:`WAIT_S` at the latest.
     """
-    return _installed and _watch.pending(context)
+    return _installed and _serving and _watch.pending(context)
 
 
 def confirm(context: Any, then: Callable[[bool], None]) -> None:
@@ -442,7 +445,7 @@ def confirm(context: Any, then: Callable[[bool], None]) -> None:
         Called once with whether it is so: at once without an adapter, else on
         another thread, or by :func:`expire`.
     """
-    if not _installed:
+    if not _installed or not _serving:
         then(True)
         return
     _watch.confirm(context, then)
