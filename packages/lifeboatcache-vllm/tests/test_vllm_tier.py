@@ -251,7 +251,7 @@ def test_settings_of_the_tier_name_a_configuration(
 
 
 def _slow_identity(release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = vllm_tier.find_namespace
+    original = vllm_namespace.find_namespace
 
     def find(*args: Any) -> Any:
         release.wait(30)
