@@ -3,6 +3,7 @@
 
     python3 tools/dev.py demo        a vLLM server that keeps its KV across a restart
     python3 tools/dev.py test        everything that CI runs
+    python3 tools/dev.py bench NAME  ratios against a peer and a limit
 
 Environments, the model and caches go to .dev/ in the checkout, or where
 LIFEBOAT_DEV_HOME says. Only the standard library is needed to run this file.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from devkit import recipes
+from devkit.bench import bench_names, run_bench
 from devkit.building import build_wheels, smoke_test
 from devkit.demo import TIERS, run_demo
 from devkit.hatch import core_python, hatch_run
@@ -37,6 +38,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     test.add_argument("--full", action="store_true", help="also run tests that take minutes")
 
+    bench = command("bench", "compare speed with a peer and with a limit", _bench)
+    bench.add_argument("name", choices=bench_names(), metavar="NAME", help=", ".join(bench_names()))
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="for it, such as --help")
+
     check = command("lint", "check style, format and types", _lint)
     check.add_argument("--fix", action="store_true", help="mend what ruff can mend first")
 
@@ -55,6 +60,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _test(arguments: argparse.Namespace) -> int:
     return run_tests(arguments.rest, full=arguments.full)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    return run_bench(arguments.name, arguments.arguments)
 
 
 def _lint(arguments: argparse.Namespace) -> int:

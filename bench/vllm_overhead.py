@@ -1,0 +1,90 @@
+"""What the cache costs a real server: prompts that nobody has seen, on or off.
+
+    python3 tools/dev.py bench vllm_overhead
+
+Three servers are up at the same time on the same cores: LIFEBOAT_CACHE=1, vLLM's own
+fs tier, and no cache. Each round sends one new prompt of about 2,000 tokens to all of
+them, in another order each time: cold, the same again at once (while the cache still
+stores), and once more when all is quiet. The limit is the server without a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import defaultdict
+
+from long_prompt import long_prompt
+from paired import LEAST_PAIRS, Report, compare, machine_use
+from several_servers import FS, OURS, PLAIN, Servers, wait_until_idle
+from vllm_server import VllmServer
+
+_COLD = "cold, first token"
+_TOTAL = "cold, whole answer"
+_AGAIN = "repeat at once, first token"
+_LATER = "repeat later, first token"
+_METRICS = (_COLD, _TOTAL, _AGAIN, _LATER)
+
+
+def measure(
+    server: VllmServer, prompt: str, max_tokens: int, found: dict[str, list[float]]
+) -> tuple[int, int]:
+    """Send one prompt three times; its tokens, and those that the last answer found cached."""
+    cold = server.complete(prompt, max_tokens=max_tokens)
+    if cold.cached_tokens:
+        raise RuntimeError("the prompt is not new to the server: its first words are shared")
+    again = server.complete(prompt, max_tokens=max_tokens)
+    wait_until_idle(server)
+    later = server.complete(prompt, max_tokens=max_tokens)
+    wait_until_idle(server)
+    found[_COLD].append(cold.first_token_s)
+    found[_TOTAL].append(cold.total_s)
+    found[_AGAIN].append(again.first_token_s)
+    found[_LATER].append(later.first_token_s)
+    return cold.prompt_tokens, later.cached_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="dev.py bench vllm_overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--rounds", type=int, default=18)
+    parser.add_argument("--days", type=int, default=23, help="length of a prompt, 86 tokens a day")
+    parser.add_argument("--max-tokens", type=int, default=16, help="length of an answer")
+    arguments = parser.parse_args()
+    if arguments.rounds < LEAST_PAIRS:
+        parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
+
+    report = Report(arguments.json)
+    machine_use("before")
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    orders = list(itertools.permutations((OURS, FS, PLAIN)))
+    tokens = cached = 0
+    with Servers("vllm_overhead").running((OURS, FS, PLAIN)) as up:
+        for turn in range(-2, arguments.rounds):  # the first two are thrown away
+            if turn == 0:
+                found.clear()
+            prompt = long_prompt(arguments.days, seed=100 + turn)
+            for who in orders[turn % len(orders)]:
+                tokens, cached = measure(up[who], prompt, arguments.max_tokens, found[who])
+    for metric in _METRICS:
+        report.add(
+            compare(
+                "vllm_overhead",
+                f"{tokens} tokens, {cached} of them cached in the end",
+                metric,
+                "s",
+                found[OURS][metric],
+                peer=(FS, found[FS][metric]),
+                limit=(PLAIN, found[PLAIN][metric]),
+            )
+        )
+    machine_use("after")
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The engine-free benchmark runs, and its lines can be read by a program."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from devkit import bench
+
+
+def test_names_are_those_of_the_files() -> None:
+    assert {"vllm_overhead", "vllm_restore", "vllm_tier"} <= set(bench.bench_names())
+
+
+def test_a_small_run_measures_ours_beside_the_peer_and_the_limits(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is set up here, and a benchmark that somebody runs is not waited for.
+    here = SimpleNamespace(make=lambda: Path(sys.executable))
+    monkeypatch.setattr(bench, "recipes", SimpleNamespace(vllm=lambda: here))
+    monkeypatch.setattr(bench, "make_model", lambda: model)
+    monkeypatch.setattr(bench, "dev_home", lambda: tmp_path)
+    options = ["--json", "--sizes", "64KiB", "--mib", "1", "--rounds", "7"]
+    code = bench.run_bench("vllm_tier", [*options, "--root", str(tmp_path / "root")])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    throughput = [row for row in rows if row["metric"].endswith("throughput")]
+    assert {row["limit_name"] for row in throughput} == {"O_DIRECT", "memcpy"}
+    for metric in ("store", "load cold", "load again"):
+        assert len([row for row in throughput if row["metric"].startswith(metric)]) == 8
+    for row in rows:
+        assert row["peer_name"] == "vLLM's fs tier"
+        low, high = row["interval"]["ratio_peer"]
+        assert 0 < low <= row["ratio_peer"] <= high
+    kept = [row for row in rows if row["metric"].endswith("keeps")]
+    assert len(kept) == 6  # where the main thread is busy
+    assert {row["case"].split(", ")[-1] for row in kept} == {"main busy"}
+    assert not (tmp_path / "root").exists()
