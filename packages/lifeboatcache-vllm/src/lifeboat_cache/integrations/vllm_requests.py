@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ def split_key(key: bytes) -> tuple[bytes, int]:
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
+@dataclass(frozen=True, slots=True)
 class KeyFacts:
     """Positions, groups and relations of a job's keys, as far as vLLM tells them.
 
@@ -42,27 +44,10 @@ class KeyFacts:
         Tags of the block before, in the same group; 0 = unknown or none.
     """
 
-    __slots__ = ("families", "groups", "parents", "positions")
-
-    def __init__(self, keys: Sequence[bytes], known: dict[bytes, int]) -> None:
-        self.positions = [known.get(key, 0) for key in keys]
-        hashes, groups = zip(*map(split_key, keys), strict=True) if keys else ((), ())
-        self.groups = list(groups)
-        self.families = [tag(value) for value in hashes]
-        self.parents = [0] * len(keys)
-        order: dict[int, list[tuple[int, bytes]]] = {}
-        for key, position in known.items():
-            value, group = split_key(key)
-            order.setdefault(group, []).append((position, value))
-        before: dict[bytes, bytes] = {}
-        for members in order.values():
-            members.sort()
-            for (_, parent), (_, child) in pairwise(members):
-                before[child] = parent
-        for number, value in enumerate(hashes):
-            parent_hash = before.get(value)
-            if parent_hash is not None:
-                self.parents[number] = tag(parent_hash)
+    positions: list[int]
+    groups: list[int]
+    families: list[int]
+    parents: list[int]
 
 
 class RequestKeys:
@@ -81,6 +66,8 @@ class RequestKeys:
         "_asked",
         "_context",
         "_open",
+        "_parents",
+        "_related",
         "_step",
         "_store_keys",
         "space",
@@ -92,6 +79,8 @@ class RequestKeys:
         self.space = space
         self.started = time.monotonic()
         self._store_keys: dict[bytes, bytes] = {}
+        self._parents: dict[bytes, bytes] = {}
+        self._related = 0  # how many keys _parents was made from
         self._answers: dict[bytes, int] = {}
         self._asked = 0.0
         self._step = -1
@@ -113,6 +102,32 @@ class RequestKeys:
             derived = block_keys(missing, space=self.space)
             self._store_keys.update(zip(missing, derived, strict=True))
         return [self._store_keys[key] for key in keys]
+
+    def facts(self, keys: Sequence[bytes]) -> KeyFacts:
+        """What is known about some of the request's keys."""
+        known = self.positions()
+        if len(known) != self._related:  # once per prompt: vLLM knows all of its blocks early
+            self._relate(known)
+        split = [split_key(key) for key in keys]
+        parents = [self._parents.get(key) for key in keys]
+        return KeyFacts(
+            positions=[known.get(key, 0) for key in keys],
+            groups=[group for _, group in split],
+            families=[tag(value) for value, _ in split],
+            parents=[0 if parent is None else tag(parent) for parent in parents],
+        )
+
+    def _relate(self, known: dict[bytes, int]) -> None:
+        """Find the block before each block of a group."""
+        order: dict[int, list[tuple[int, bytes]]] = {}
+        for key, position in known.items():
+            order.setdefault(split_key(key)[1], []).append((position, key))
+        self._parents = {}
+        for members in order.values():
+            members.sort()
+            for (_, parent), (_, child) in pairwise(members):
+                self._parents[child] = split_key(parent)[0]
+        self._related = len(known)
 
     def answer(
         self, key: bytes, step: int, ask: Callable[[list[bytes]], npt.NDArray[np.uint8]]

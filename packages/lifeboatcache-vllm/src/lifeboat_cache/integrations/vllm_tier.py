@@ -36,7 +36,7 @@ from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.integrations import vllm_epoch, vllm_lora
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_namespace import find_namespace
-from lifeboat_cache.integrations.vllm_requests import KeyFacts, RequestKeys
+from lifeboat_cache.integrations.vllm_requests import RequestKeys
 from lifeboat_cache.interface import (
     BlockBatch,
     BlockBuffers,
@@ -219,7 +219,7 @@ class LifeboatTier(SecondaryTierManager):
                 self._base, self._row_bytes, job.chunk_ids, self._row_bytes, self._primary_kv_view
             )
             if store:
-                facts = KeyFacts(keys, request.positions())
+                facts = request.facts(keys)
                 batch = BlockBatch(
                     request.store_keys(keys),
                     buffers,
