@@ -10,39 +10,35 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
-from lifeboat_cache.checksum import (
-    ALGORITHM_BLAKE3,
-    KNOWN_ALGORITHMS,
-    Binding,
-    payload_checksum,
-)
+from lifeboat_cache.checksum import Binding
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
-from lifeboat_cache.format.access import ACCESS
-from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index import Index
 from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
+from lifeboat_cache.store.records import (
+    Record,
+    access_entries,
+    cut,
+    fits,
+    place_of,
+    readable,
+    record_entries,
+    tombstones,
+    verified,
+)
 from lifeboat_cache.store.workers import WorkerPool
-from lifeboat_cache.targets.base import Place, Target, TargetReader, TargetWriter
+from lifeboat_cache.targets.base import Target, TargetReader, TargetWriter
 
 __all__ = ["BlockStore", "State"]
 
 _log = logging.getLogger("lifeboat_cache")
-
-#: Codec id of stored bytes that equal the engine's bytes.
-CODEC_RAW = 0
-
-#: A job is cut into parts of about this many bytes, so that one big job keeps
-#: every worker busy.
-_PART_BYTES = 16 << 20
 
 #: How often other writers' journals are looked at, in seconds.
 _TAIL_S = 2.0
@@ -251,7 +247,7 @@ class BlockStore:
         done = np.zeros(len(keys), dtype=bool)
         if self._process != os.getpid():
             return done
-        doomed: list[tuple[bytes, Any]] = []
+        doomed: list[Record] = []
         with self._lock:
             if self._state in (State.DISABLED, State.CLOSED):
                 return done
@@ -266,7 +262,7 @@ class BlockStore:
             self._pool.submit("store", [partial(self._bury_deleted, doomed)])
         return done
 
-    def _bury_deleted(self, records: list[tuple[bytes, Any]]) -> None:
+    def _bury_deleted(self, records: list[Record]) -> None:
         try:
             self._bury(records)
         finally:
@@ -496,14 +492,14 @@ class BlockStore:
         batch = job.batch
         sizes = batch.buffers.sizes()
         wanted: list[int] = []
-        doomed: list[tuple[bytes, Any]] = []
+        doomed: list[Record] = []
         for number, there in enumerate(self._index.contains(batch.keys)):
             if not there:
                 wanted.append(number)
                 continue
             key = batch.keys[number]
             (item,) = self._index.get([key])
-            if item is not None and _holds(item[1], int(sizes[number]), batch.layout):
+            if item is not None and fits(item[1], int(sizes[number]), batch.layout):
                 job.outcomes[number] = Outcome.PRESENT
                 continue
             # Nobody who uses this layout could ever load what is there: replace it.
@@ -515,50 +511,22 @@ class BlockStore:
             wanted.append(number)
         if doomed:
             self._bury(doomed)
-        return [(part, partial(self._store_part, job, part)) for part in _cut(wanted, sizes)]
+        return [(part, partial(self._store_part, job, part)) for part in cut(wanted, sizes)]
 
     def _store_part(self, job: Job, part: list[int]) -> int:
         writer = self._start_writer()
         if writer is None:
             job.outcomes[part] = Outcome.FAILED
             return 0
+        if self._binding is None:
+            raise RuntimeError("a store part ran before the namespace was known")
         batch = job.batch
-        entries = self._entries(batch, part)
+        entries = record_entries(batch, part, self._binding)
         outcomes = writer.append(entries, batch.buffers, part)
         job.outcomes[part] = outcomes
         good = np.array(outcomes) == Outcome.OK
         self._index.insert(writer.writer, entries[good])
         return int(entries["raw_length"][good].sum())
-
-    def _entries(self, batch: BlockBatch, part: list[int]) -> Entries:
-        binding = self._binding
-        if binding is None:
-            raise RuntimeError("a store part ran before the namespace was known")
-        entries = np.zeros(len(part), dtype=ENTRY)
-        sizes = batch.buffers.sizes()[part]
-        entries["stored_length"] = entries["raw_length"] = sizes
-        entries["layout"] = batch.layout
-        entries["salt"] = batch.salt
-        entries["time"] = int(time.time())
-        entries["codec"] = CODEC_RAW
-        entries["algorithm"] = ALGORITHM_BLAKE3
-        entries["kind"] = KIND_RECORD
-        for name, values in (
-            ("position", batch.positions),
-            ("group", batch.groups),
-            ("family", batch.families),
-            ("parent", batch.parents),
-        ):
-            if values is not None:
-                entries[name] = [values[number] for number in part]
-        for at, number in enumerate(part):
-            key, size = batch.keys[number], int(sizes[at])
-            bound = binding.pack(key, batch.layout, size, size, CODEC_RAW)
-            entries["key"][at] = np.void(key)
-            entries["payload_checksum"][at] = np.void(
-                payload_checksum(bound, batch.buffers.pieces(number))
-            )
-        return entries
 
     def _start_writer(self) -> TargetWriter | None:
         """The writer, started at the first store: who only reads leaves no files."""
@@ -591,56 +559,29 @@ class BlockStore:
                 job.outcomes[number] = Outcome.MISSING
                 continue
             entry = item[1]
-            if _holds(entry, int(sizes[number]), batch.layout):
+            if fits(entry, int(sizes[number]), batch.layout):
                 wanted.append(number)
             else:
                 job.outcomes[number] = Outcome.MISMATCH
-        records: dict[int, tuple[bytes, Any]] = {
-            number: item for number, item in enumerate(found) if item is not None
-        }
-        wanted.sort(
-            key=lambda number: (
-                records[number][0],
-                int(records[number][1]["segment"]),
-                int(records[number][1]["offset"]),
-            )
-        )
-        return [
-            (part, partial(self._load_part, job, part, records)) for part in _cut(wanted, sizes)
-        ]
+        records = {number: item for number, item in enumerate(found) if item is not None}
+        places = {number: place_of(records[number]) for number in wanted}
+        wanted.sort(key=lambda n: (places[n].writer, places[n].segment, places[n].offset))
+        return [(part, partial(self._load_part, job, part, records)) for part in cut(wanted, sizes)]
 
-    def _load_part(self, job: Job, part: list[int], records: dict[int, tuple[bytes, Any]]) -> int:
+    def _load_part(self, job: Job, part: list[int], records: dict[int, Record]) -> int:
         reader, binding = self._reader, self._binding
         if reader is None or binding is None:
             raise RuntimeError("a load part ran before the namespace was known")
         batch = job.batch
-        places = [
-            Place(
-                records[number][0],
-                int(records[number][1]["segment"]),
-                int(records[number][1]["offset"]),
-                int(records[number][1]["stored_length"]),
-            )
-            for number in part
-        ]
+        places = [place_of(records[number]) for number in part]
         outcomes = reader.read(places, batch.buffers, part)
         moved = 0
         wrong: list[int] = []
         for at, number in enumerate(part):
             if outcomes[at] != Outcome.OK:
                 continue
-            entry = records[number][1]
-            size = int(entry["raw_length"])
-            bound = binding.pack(
-                batch.keys[number],
-                int(entry["layout"]),
-                size,
-                int(entry["stored_length"]),
-                int(entry["codec"]),
-            )
-            checksum = payload_checksum(bound, batch.buffers.pieces(number))
-            if checksum == entry["payload_checksum"].tobytes():
-                moved += size
+            if verified(batch, number, records[number], binding):
+                moved += places[at].length
             else:
                 outcomes[at] = int(Outcome.CORRUPT)
                 wrong.append(at)
@@ -650,7 +591,7 @@ class BlockStore:
             for at, reclaimed in zip(wrong, dead, strict=True):
                 if reclaimed:
                     outcomes[at] = int(Outcome.MISSING)
-        bad: list[tuple[bytes, Any]] = []
+        bad: list[Record] = []
         for at, number in enumerate(part):
             if outcomes[at] == Outcome.OK:
                 continue
@@ -672,19 +613,12 @@ class BlockStore:
             self._bury(bad)
         return moved
 
-    def _bury(self, records: list[tuple[bytes, Any]]) -> None:
+    def _bury(self, records: list[Record]) -> None:
         """Declare records dead for every process, now and after a restart."""
         writer = self._start_writer()
         if writer is None:
             return
-        tombstones = np.zeros(len(records), dtype=ENTRY)
-        tombstones["kind"] = KIND_TOMBSTONE
-        tombstones["time"] = int(time.time())
-        for at, (owner, entry) in enumerate(records):
-            tombstones["payload_checksum"][at] = np.void(owner)
-            for name in ("key", "segment", "slot"):
-                tombstones[name][at] = entry[name]
-        writer.bury(tombstones)
+        writer.bury(tombstones(records))
 
     # Background -------------------------------------------------------------
 
@@ -771,7 +705,7 @@ class BlockStore:
             writer = self._writer
             if writer is not None and page.writer == writer.writer:
                 continue  # started just now; what it stores is in the index already
-            self._index.insert(page.writer, page.entries[_readable(page.entries)])
+            self._index.insert(page.writer, page.entries[readable(page.entries)])
             if page.bad:
                 self._counters.add(bad_entries=page.bad)
             if self._stop.is_set():
@@ -787,40 +721,4 @@ class BlockStore:
         writer = self._start_writer()
         if writer is None:
             return
-        accesses = np.zeros(len(touched), dtype=ACCESS)
-        for at, ((owner, segment, slot), now) in enumerate(touched.items()):
-            accesses["writer"][at] = np.void(owner)
-            accesses["segment"][at], accesses["slot"][at], accesses["time"][at] = segment, slot, now
-        writer.log_access(accesses)
-
-
-def _holds(entry: Any, size: int, layout: int) -> bool:
-    """Whether a record can be loaded into ``size`` bytes of the caller's layout."""
-    return (
-        int(entry["raw_length"]) == size
-        and int(entry["stored_length"]) == size
-        and int(entry["layout"]) == layout
-    )
-
-
-def _readable(entries: Entries) -> npt.NDArray[np.bool_]:
-    """Which entries this release can use; a later one may have written the others."""
-    known = np.isin(entries["algorithm"], list(KNOWN_ALGORITHMS))
-    usable: npt.NDArray[np.bool_] = (entries["kind"] == KIND_TOMBSTONE) | (
-        known & (entries["codec"] == CODEC_RAW)
-    )
-    return usable
-
-
-def _cut(numbers: list[int], sizes: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Cut a list of blocks into parts of about ``_PART_BYTES``."""
-    parts: list[list[int]] = []
-    total = 0
-    for number in numbers:
-        size = int(sizes[number])
-        if not parts or total + size > _PART_BYTES:
-            parts.append([])
-            total = 0
-        parts[-1].append(number)
-        total += size
-    return parts
+        writer.log_access(access_entries(touched))

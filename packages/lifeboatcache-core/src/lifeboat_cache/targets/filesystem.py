@@ -44,8 +44,10 @@ __all__ = ["FilesystemTarget", "TierSettings"]
 
 _log = logging.getLogger("lifeboat_cache")
 
-#: Other writers' use of the directory is measured again after so many seconds.
+#: What all writers use together is measured again after so many seconds …
 _USAGE_AGE_S = 10.0
+#: … or own bytes: by so much, at most, each writer can overshoot the capacity.
+_USAGE_BYTES = 256 << 20
 
 #: Name of a namespace's directory: the first half of its digest.
 _DIRECTORY = re.compile(r"[0-9a-f]{32}")
@@ -107,6 +109,7 @@ class FilesystemTarget(Target):
         self._lock = threading.Lock()
         self._measured = -1.0
         self._used = 0
+        self._written = 0  # admitted since _used was measured
 
     @classmethod
     def from_tier(cls, tier: TierSettings) -> FilesystemTarget:
@@ -173,6 +176,7 @@ class FilesystemTarget(Target):
         )
         with self._lock:
             self._used = used
+            self._written = 0
             self._measured = time.monotonic()
         try:
             free = self._free()
@@ -186,7 +190,8 @@ class FilesystemTarget(Target):
 
     def _allow(self, wanted: int) -> Outcome | None:
         """Admit or refuse a write; admitted bytes count at once."""
-        if time.monotonic() - self._measured > _USAGE_AGE_S or self._measured < 0:
+        age = time.monotonic() - self._measured
+        if self._measured < 0 or age > _USAGE_AGE_S or self._written > _USAGE_BYTES:
             self.usage()
         try:
             free = self._free()
@@ -196,6 +201,7 @@ class FilesystemTarget(Target):
             refusal = Usage(self._used, self._capacity, free, self._reserve).refusal(wanted)
             if refusal is None:
                 self._used += wanted
+                self._written += wanted
         return refusal
 
     # Namespaces -------------------------------------------------------------
