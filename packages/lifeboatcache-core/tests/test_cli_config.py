@@ -342,7 +342,7 @@ def test_a_command_without_a_function_is_a_sentence(tmp_path: Path) -> None:
 
 def test_every_command_is_documented() -> None:
     page = render_reference()
-    for command in ("init", "config show", "config validate", "ls", "purge", "doctor"):
+    for command in ("init", "config show", "config validate", "ls", "purge", "doctor", "selftest"):
         assert f"## `lifeboat-cache {command}`\n" in page
     assert "None" not in page
     assert build_parser(plugins=False).prog == "lifeboat-cache"

@@ -16,9 +16,10 @@ PROGRAM = "lifeboat-cache"
 
 #: Every exit code of the command, and what it means.
 EXIT_CODES = {
-    0: "done; for doctor: nothing failed",
-    1: "doctor: a check failed; purge: you answered no",
-    2: "wrong usage or configuration, or something could not be read or written",
+    0: "done; for doctor and selftest: nothing failed",
+    1: "doctor: a check failed; purge: you answered no; selftest: a step failed",
+    2: "wrong usage or configuration, or something could not be read or written; "
+    "selftest: it could not run",
     130: "interrupted",
     141: "the reader of the output went away",
 }
@@ -61,6 +62,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from lifeboat_cache.cli.doctor_command import doctor
 
     return doctor(args)
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.selftest_command import selftest
+
+    return selftest(args)
 
 
 def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
@@ -191,6 +198,23 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         "--fix", action="store_true", help="offer to put right what can be put right"
     )
     _yes(doctor)
+
+    selftest = add(
+        commands,
+        "selftest",
+        _selftest,
+        "store and restore through an installed engine's own interface",
+        "Run it after every upgrade of the engine, as its user and in its environment. The bytes "
+        "are compared, in this process and in another one; the store itself is not touched, and "
+        "no GPU is needed. Speed is shown and not judged.",
+    )
+    selftest.add_argument(
+        "engine", metavar="ENGINE", help="which engine, as its adapter calls it: vllm"
+    )
+    _json(selftest)
+    selftest.add_argument(
+        "--keep", action="store_true", help="leave the files that were written, and say where"
+    )
 
     if plugins:
         add_plugin_commands(commands)
