@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,6 @@ ROW = 64 << 10
 COUNT = 12
 
 OpenEngine = Callable[..., Engine]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("LIFEBOAT_CACHE_CONFIG", raising=False)
-    # Another test of this process may have loaded vLLM's plugins, as an engine does.
-    monkeypatch.setattr(vllm_namespace, "_inside_engine", lambda: False)
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def engine(home: Path) -> Iterator[OpenEngine]:
-    opened: list[Engine] = []
-
-    def start(**options: Any) -> Engine:
-        tier = {
-            "type": "LifeboatTier",
-            "module_path": "lifeboat_cache.integrations.vllm_tier",
-            **options.pop("tier", {}),
-        }
-        found = Engine(tier, row_bytes=options.pop("row_bytes", ROW), **options)
-        opened.append(found)
-        return found
-
-    yield start
-    for one in opened:
-        one.shutdown()
 
 
 @pytest.fixture

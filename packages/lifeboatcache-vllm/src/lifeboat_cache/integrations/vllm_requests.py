@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache.integrations.vllm_promotions import Promotions
 from lifeboat_cache.interface import Lookup, block_keys, tag
 
 __all__ = ["KeyFacts", "RequestKeys", "split_key"]
@@ -59,6 +60,13 @@ class RequestKeys:
         vLLM's ``ReqContext``.
     space
         Key space of the request (an adapter's content).
+    slots
+        Chunks that the CPU tier holds.
+
+    Attributes
+    ----------
+    promotions
+        What vLLM was offered for the request.
     """
 
     __slots__ = (
@@ -70,13 +78,15 @@ class RequestKeys:
         "_related",
         "_step",
         "_store_keys",
+        "promotions",
         "space",
         "started",
     )
 
-    def __init__(self, context: Any, space: bytes) -> None:
+    def __init__(self, context: Any, space: bytes, slots: int) -> None:
         self._context = context
         self.space = space
+        self.promotions = Promotions(slots)
         self.started = time.monotonic()
         self._store_keys: dict[bytes, bytes] = {}
         self._parents: dict[bytes, bytes] = {}
@@ -159,6 +169,7 @@ class RequestKeys:
 
     def forget(self, keys: Collection[bytes]) -> None:
         """These could not be loaded: they are misses for the rest of the request."""
+        self.promotions.failed(keys)
         for key in keys:
             if key in self._answers:
                 self._answers[key] = int(Lookup.MISS)

@@ -8,6 +8,7 @@ API server.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -34,6 +35,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from lifeboat_cache.config import Config, load_config
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.integrations import vllm_epoch, vllm_lora
+from lifeboat_cache.integrations.vllm_guard import guarded
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_namespace import find_namespace
 from lifeboat_cache.integrations.vllm_requests import RequestKeys
@@ -52,6 +54,9 @@ from lifeboat_cache.interface import (
 __all__ = ["LifeboatTier"]
 
 _log = logging.getLogger("lifeboat_cache")
+
+#: Longest time to wait at the end for stores that were left before, in seconds.
+_RETIRE_S = 60.0
 
 
 class LifeboatTier(SecondaryTierManager):
@@ -95,10 +100,11 @@ class LifeboatTier(SecondaryTierManager):
         self._base = int(np.asarray(primary_kv_view).ctypes.data)
         self._requests: dict[str, RequestKeys] = {}
         self._step = 0
-        self._done: deque[tuple[int, list[OffloadKey], Job]] = deque()
-        self._refused: deque[JobResult] = deque()
-        self._active = 0
-        self._active_lock = threading.Lock()
+        # Jobs without a result yet; the value says whether the store has them.
+        self._jobs: dict[int, bool] = {}
+        self._jobs_lock = threading.Lock()
+        self._done: deque[tuple[int, list[OffloadKey], BlockStore, Job]] = deque()
+        self._refused: deque[tuple[int, list[OffloadKey], bool]] = deque()
         self._events: deque[OffloadingEvent] = deque()
         self._publish_events = bool(
             getattr(
@@ -109,23 +115,30 @@ class LifeboatTier(SecondaryTierManager):
         self._stopping = threading.Event()
         self._closed = False
         self._epoch = ""
+        self._epoch_used = False  # whether anything was given to the epoch's store
         self._store: BlockStore | None = None
         self._retired: list[BlockStore] = []
+        self._retiring: list[threading.Thread] = []
         self._config: Config | None = None
         self._wait_s = 0.0
+        self._rows = int(shape[0])
+        self._pending_bytes = max(self._row_bytes, self._rows * self._row_bytes // 2)
         try:
-            self._config = load_config(Path(config) if config else None).config
+            self._begin(Path(config) if config else None)
         except LifeboatError as exc:
             # A typing error in a file must not take the engine down.
             _log.error("LifeboatCache stands down: %s", exc)
-            return
+        except Exception:
+            _log.exception("LifeboatCache stands down: it could not start; please report this")
+
+    def _begin(self, config: Path | None) -> None:
+        self._config = load_config(config).config
         self._wait_s = self._config.engine.native_promotion_wait_s
-        rows = int(shape[0])
-        self._pending_bytes = max(self._row_bytes, rows * self._row_bytes // 2)
+        # First: without it nobody would notice that weights change.
+        vllm_epoch.on_change(self._weights_changed)
         self._store = self._open(
             partial(self._identify, self._config.security.namespace_salt.get_secret_value())
         )
-        vllm_epoch.on_change(self._weights_changed)
 
     # Identity ---------------------------------------------------------------
 
@@ -155,15 +168,28 @@ class LifeboatTier(SecondaryTierManager):
         old, config = self._store, self._config
         if old is None or config is None or self._closed:
             return
-        self._epoch = uuid.uuid4().hex
+        self._requests.clear()
+        if self._epoch and not self._epoch_used:
+            return  # nothing to leave: a trainer may announce weights tensor by tensor
+        self._store = None  # whatever goes wrong below
+        self._epoch, self._epoch_used = uuid.uuid4().hex, False
         _log.warning(
             "LifeboatCache: weights may have changed (%s); stored KV is not used from here on", what
         )
         identity = {"engine": "vllm", "epoch": self._epoch}
         display = {"model": "after a change of weights", "temporary": True}
         self._retired.append(old)
-        self._requests.clear()
         self._store = self._open(Namespace.from_identity(identity, display))
+        thread = threading.Thread(
+            target=self._retire, args=(old,), name="lifeboat-retire", daemon=True
+        )
+        thread.start()
+        self._retiring = [*(one for one in self._retiring if one.is_alive()), thread]
+
+    def _retire(self, store: BlockStore) -> None:
+        """Close a store that was left, on a thread of its own: it may have to wait."""
+        if self._close(store):
+            self._retired.remove(store)
 
     def _keys_of(self, context: ReqContext) -> RequestKeys | None:
         """The request's keys, or ``None`` if its KV is not for keeping."""
@@ -173,12 +199,13 @@ class LifeboatTier(SecondaryTierManager):
         space = vllm_lora.key_space(context)
         if space is None:
             return None
-        known = self._requests[context.req_id] = RequestKeys(context, space)
+        known = self._requests[context.req_id] = RequestKeys(context, space, self._rows)
         return known
 
     # Lookup -----------------------------------------------------------------
 
     @override
+    @guarded(LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Answer from memory. ``RETRY`` while recovery runs, but not for ever."""
         store = self._store
@@ -189,7 +216,7 @@ class LifeboatTier(SecondaryTierManager):
             pending = vllm_lora.pending(req_context)
             return LookupResult.RETRY if pending else LookupResult.MISS
         answer = request.answer(key, self._step, store.lookup)
-        if answer == Lookup.HIT:
+        if answer == Lookup.HIT and request.promotions.offer(key, self._step):
             return LookupResult.HIT
         if answer == Lookup.RETRY and time.monotonic() - request.started < self._wait_s:
             return LookupResult.RETRY
@@ -209,16 +236,19 @@ class LifeboatTier(SecondaryTierManager):
 
     def _submit(self, job: TransferJob, *, store: bool) -> None:
         keys = list(job.keys)  # may be a set: listed once, parallel to chunk_ids
+        with self._jobs_lock:
+            self._jobs[job.job_id] = False
         try:
             target = self._store
             request = self._keys_of(job.req_context)
             if target is None or request is None or self._closed:
-                self._refuse(job.job_id)
+                self._refuse(job.job_id, keys, store)
                 return
             buffers = BlockBuffers.from_rows(
                 self._base, self._row_bytes, job.chunk_ids, self._row_bytes, self._primary_kv_view
             )
             if store:
+                self._epoch_used = True
                 facts = request.facts(keys)
                 batch = BlockBatch(
                     request.store_keys(keys),
@@ -230,9 +260,8 @@ class LifeboatTier(SecondaryTierManager):
                 )
             else:
                 batch = BlockBatch(request.store_keys(keys), buffers)
+                request.promotions.loading(keys)
             start = partial(self._start, target, batch, job.job_id, keys, store)
-            with self._active_lock:
-                self._active += 1
             if store and vllm_lora.lora_of(job.req_context) is not None:
                 # Kept only if the adapter's files are still what was fingerprinted.
                 vllm_lora.confirm(job.req_context, start)
@@ -241,7 +270,7 @@ class LifeboatTier(SecondaryTierManager):
         except Exception:
             # vLLM waits for a result of every job; a fault of ours is a miss, not a hang.
             _log.exception("LifeboatCache: a job could not be started; please report this")
-            self._refuse(job.job_id)
+            self._refuse(job.job_id, keys, store)
 
     def _start(
         self,
@@ -253,48 +282,65 @@ class LifeboatTier(SecondaryTierManager):
         allowed: bool,
     ) -> None:
         """Give a job to the store, or report that it is not wanted."""
+        with self._jobs_lock:
+            if self._jobs.get(job_id) is not False:
+                return  # reported already: its rows are somebody else's by now
+            self._jobs[job_id] = allowed
         try:
             if allowed:
                 run = target.store if store else target.load
-                run(batch, on_done=partial(self._finished, job_id, keys))
+                run(batch, on_done=partial(self._finished, job_id, keys, target))
                 return
         except StoreClosedError:
             pass
         except Exception:
             _log.exception("LifeboatCache: a job could not be started; please report this")
-        self._refuse(job_id)
-        with self._active_lock:
-            self._active -= 1
+        with self._jobs_lock:
+            self._jobs[job_id] = False
+        self._refuse(job_id, keys, store)
 
-    def _refuse(self, job_id: int) -> None:
-        self._refused.append(JobResult(job_id=job_id, success=False))
+    def _refuse(self, job_id: int, keys: list[OffloadKey], store: bool) -> None:
+        """Report a job that the store has not got as failed, once."""
+        with self._jobs_lock:
+            if self._jobs.get(job_id) is not False:
+                return
+            self._refused.append((job_id, keys, store))
+            del self._jobs[job_id]
 
-    def _finished(self, job_id: int, keys: list[OffloadKey], job: Job) -> None:
+    def _finished(self, job_id: int, keys: list[OffloadKey], target: BlockStore, job: Job) -> None:
         """On an I/O thread."""
-        self._done.append((job_id, keys, job))
-        with self._active_lock:
-            self._active -= 1
+        with self._jobs_lock:
+            self._done.append((job_id, keys, target, job))
+            self._jobs.pop(job_id, None)
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Results of all jobs that ended since the last call, each once."""
         results = []
         while self._refused:
-            results.append(self._refused.popleft())
+            job_id, keys, store = self._refused.popleft()
+            if not store:
+                self._miss(keys)
+            results.append(JobResult(job_id=job_id, success=False))
         while self._done:
-            job_id, keys, job = self._done.popleft()
-            self._metrics.job(job)
-            results.append(self._result(job_id, keys, job))
+            job_id, keys, target, job = self._done.popleft()
+            try:
+                self._metrics.job(job)
+                results.append(self._result(job_id, keys, target, job))
+            except Exception:  # see _submit
+                _log.exception("LifeboatCache: a job's end was not understood; please report this")
+                results.append(JobResult(job_id=job_id, success=False))
         return results
 
-    def _result(self, job_id: int, keys: list[OffloadKey], job: Job) -> JobResult:
+    def _result(
+        self, job_id: int, keys: list[OffloadKey], target: BlockStore, job: Job
+    ) -> JobResult:
         good = (job.outcomes == Outcome.OK) | (job.outcomes == Outcome.PRESENT)
+        if job.kind == "load" and target is not self._store:
+            good[:] = False  # weights have changed while it was read
         done = [key for key, fine in zip(keys, good.tolist(), strict=True) if fine]
         if job.kind == "load":
-            failed = set(keys) - set(done)
-            if failed:
-                for request in self._requests.values():
-                    request.forget(failed)
+            self._miss(set(keys) - set(done))
         elif self._publish_events:
             fresh = [
                 key
@@ -313,10 +359,16 @@ class LifeboatTier(SecondaryTierManager):
             transfer_bytes=job.bytes_moved,
         )
 
+    def _miss(self, failed: Collection[OffloadKey]) -> None:
+        """Answer MISS for what could not be loaded; vLLM would ask for ever otherwise."""
+        if failed:
+            for request in self._requests.values():
+                request.forget(failed)
+
     @override
     def has_pending_work(self) -> bool:
         """Whether results are still to come."""
-        return bool(self._active or self._done or self._refused)
+        return bool(self._jobs or self._done or self._refused)
 
     # Requests ---------------------------------------------------------------
 
@@ -326,6 +378,7 @@ class LifeboatTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     @override
+    @guarded(None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as used. vLLM 0.32 and 0.33 never call this."""
         store, request = self._store, self._keys_of(req_context)
@@ -333,23 +386,31 @@ class LifeboatTier(SecondaryTierManager):
             store.touch(request.store_keys(list(keys)))
 
     @override
+    @guarded(None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Mark everything the request used, wherever vLLM found it.
 
         Chunks found in GPU or CPU memory never reach the tier; without this the
         most used prefixes would look the coldest.
         """
-        request = self._keys_of(req_context)
-        if request is not None:
-            positions = request.positions()
-            if positions and self._store is not None:
-                self._store.touch(request.store_keys(list(positions)))
-        self._requests.pop(req_context.req_id, None)
+        try:
+            request = self._keys_of(req_context)
+            if request is not None:
+                positions = request.positions()
+                if positions and self._store is not None:
+                    self._store.touch(request.store_keys(list(positions)))
+        finally:
+            self._requests.pop(req_context.req_id, None)
 
     @override
+    @guarded(None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step ends: answers that were not final may be asked for again."""
         self._step += 1
+        for req_id in context.preempted_req_ids:
+            request = self._requests.get(req_id)
+            if request is not None:
+                request.promotions.clear()
         vllm_lora.expire()
 
     @override
@@ -369,6 +430,7 @@ class LifeboatTier(SecondaryTierManager):
         return TierMetrics.definitions()
 
     @override
+    @guarded(None)
     def get_stats(self) -> Any:
         """What happened since the last call, ``None`` if nothing did."""
         return self._metrics.take(self._store)
@@ -377,25 +439,27 @@ class LifeboatTier(SecondaryTierManager):
 
     @override
     def drain_jobs(self) -> None:
-        """Wait until no I/O touches the CPU tier. Queued jobs are finished, not dropped."""
+        """Wait until no I/O touches the CPU tier. Queued jobs are finished, not dropped.
+
+        Except those that wait for the model's identity for too long: weights may
+        lie on a disk that does not answer.
+        """
+        patience = time.monotonic() + self._wait_s
         vllm_lora.expire()
-        while self._active:  # stores of adapters' KV may still wait to be confirmed
+        while self._jobs:  # stores of adapters' KV may still wait to be confirmed
             vllm_lora.expire()
+            late = time.monotonic() > patience
             for store in self._stores():
-                store.drain(0.1)
+                store.drain(0.1, cancel=late and store.state is State.OPENING)
             time.sleep(0.001)
-        self._close_retired()
+        for request in self._requests.values():
+            request.promotions.clear()  # the CPU tier is emptied
 
     def _stores(self) -> list[BlockStore]:
         return [*self._retired, *([self._store] if self._store is not None else [])]
 
-    def _close_retired(self) -> None:
-        for store in list(self._retired):
-            if not store.busy():
-                self._close(store)
-                self._retired.remove(store)
-
     def _close(self, store: BlockStore) -> bool:
+        """Close a store; whether its I/O touches the CPU tier no more."""
         quiet = store.close()
         namespace, target = store.namespace, store.target
         if (
@@ -404,7 +468,8 @@ class LifeboatTier(SecondaryTierManager):
             and target is not None
             and ("epoch" in namespace.identity)
         ):
-            target.purge(namespace.hex)
+            with contextlib.suppress(OSError, LifeboatError):
+                target.purge(namespace.hex)
         return quiet
 
     @override
@@ -422,6 +487,8 @@ class LifeboatTier(SecondaryTierManager):
         self._closed = True
         self._stopping.set()
         vllm_epoch.forget(self._weights_changed)
+        for thread in self._retiring:
+            thread.join(_RETIRE_S)
         quiet = all([self._close(store) for store in self._stores()])
         if not quiet:
             raise RuntimeError(
