@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_llama
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm_configs import hand_over
 
 from lifeboat_cache.errors import IdentityError
 from lifeboat_cache.integrations import vllm_handover, vllm_namespace
-from lifeboat_cache.integrations.vllm_handover import blocks_per_chunk
+from lifeboat_cache.integrations.vllm_handover import (
+    LEAST_CHUNKS,
+    blocks_per_chunk,
+    fitting_chunk,
+)
 
 
 def spec(block_size: int, kind: str = "FullAttentionSpec") -> Any:
@@ -82,6 +91,38 @@ def test_the_chunk_size_becomes_blocks(created: list[Any]) -> None:
     # The worker of the same process finds it done.
     KVConnectorFactory.create_connector(config, "r", SimpleNamespace(kv_cache_groups=groups))
     assert config.kv_transfer_config.kv_connector_extra_config == {"blocks_per_chunk": 16}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block_bytes", "cpu_bytes", "expected"),
+    [
+        (16, 1 << 20, 20 << 30, (16, 20 << 30)),
+        (16, 40 << 20, 4 << 30, (6, 4 << 30)),
+        (16, 100 << 20, 256 << 20, (1, 256 << 20)),
+        (16, 300 << 20, 256 << 20, (1, 600 << 20)),
+        (2, 5000, 1, (1, 2 * 8192)),
+        (2, 0, 256 << 20, (2, 256 << 20)),
+    ],
+)
+def test_a_small_cpu_tier_holds_some_chunks(
+    blocks: int, block_bytes: int, cpu_bytes: int, expected: tuple[int, int]
+) -> None:
+    assert fitting_chunk(blocks, block_bytes, cpu_bytes) == expected
+
+
+def test_vllm_starts_with_chunks_larger_than_the_cpu_tier(
+    created: list[Any], tmp_path: Path
+) -> None:
+    # vLLM cannot map a region without a single chunk.
+    tiny_llama.write(tmp_path)
+    handed = hand_over(tmp_path, extra={"cpu_bytes_to_use": 1 << 15, "lifeboat_chunk_tokens": 1024})
+    extra = handed.vllm_config.kv_transfer_config.kv_connector_extra_config
+    KVConnectorFactory.create_connector(handed.vllm_config, "r", handed.kv_cache_config)
+    assert extra["blocks_per_chunk"] == 1
+    spec = OffloadingSpecFactory.create_spec(
+        build_offloading_config(handed.vllm_config, handed.kv_cache_config)
+    )
+    assert 0 < spec.num_chunks < LEAST_CHUNKS
 
 
 def test_other_connectors_are_left_alone(created: list[Any]) -> None:

@@ -10,17 +10,31 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lifeboat_cache.integrations import vllm_lora
 
-__all__ = ["CHUNK_TOKENS_KEY", "EngineConfig", "blocks_per_chunk", "engine_config", "install"]
+__all__ = [
+    "CHUNK_TOKENS_KEY",
+    "LEAST_CHUNKS",
+    "EngineConfig",
+    "blocks_per_chunk",
+    "engine_config",
+    "fitting_chunk",
+    "install",
+]
 
 #: Key in ``kv_connector_extra_config`` that asks for a chunk of about so many
 #: tokens. Removed and replaced by ``blocks_per_chunk`` once block sizes are known.
 CHUNK_TOKENS_KEY = "lifeboat_chunk_tokens"
+
+#: Where the CPU tier would hold fewer chunks, they are made smaller.
+LEAST_CHUNKS = 16
+
+_PAGE = mmap.PAGESIZE
 
 _log = logging.getLogger("lifeboat_cache")
 _MARK = "_lifeboat_handover"
@@ -74,9 +88,54 @@ def _take(config: Any, kv_cache_config: Any) -> None:
     tokens = extra.pop(CHUNK_TOKENS_KEY, None)
     if tokens is not None and not {"block_size", "blocks_per_chunk"} & set(extra):
         groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
-        extra["blocks_per_chunk"] = blocks_per_chunk(
-            int(tokens), [group.kv_cache_spec for group in groups]
+        blocks = blocks_per_chunk(int(tokens), [group.kv_cache_spec for group in groups])
+        extra["blocks_per_chunk"] = blocks
+        _fit(config, kv_cache_config, extra)
+
+
+def _fit(config: Any, kv_cache_config: Any, extra: dict[str, Any]) -> None:
+    """Make sure that the CPU tier holds enough chunks; without any vLLM does not start."""
+    parallel = getattr(config, "parallel_config", None)
+    if getattr(parallel, "pipeline_parallel_size", 0) != 1:
+        return  # each stage's blocks have another size, but all must decide alike
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        build_offloading_config,
+    )
+
+    offloading = build_offloading_config(config, kv_cache_config)
+    copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
+    asked, size = extra["blocks_per_chunk"], extra["cpu_bytes_to_use"]
+    blocks, needed = fitting_chunk(asked, offloading.worker_kv_bytes_per_block * copies, size)
+    extra["blocks_per_chunk"], extra["cpu_bytes_to_use"] = blocks, needed
+    if (blocks, needed) != (asked, size):
+        _log.warning(
+            "LifeboatCache: a CPU tier of %.2f GB holds few chunks of %d block(s) of this model: "
+            "chunks of %d block(s) and %.2f GB are used; free memory, or enlarge /dev/shm or the "
+            "container's limit",
+            size / 1e9,
+            asked,
+            blocks,
+            needed / 1e9,
         )
+
+
+def fitting_chunk(blocks: int, block_bytes: int, cpu_bytes: int) -> tuple[int, int]:
+    """Blocks per chunk and bytes of the CPU tier, so that it holds enough chunks.
+
+    Parameters
+    ----------
+    blocks
+        Blocks that a chunk should have.
+    block_bytes
+        Bytes of a block, of all workers together.
+    cpu_bytes
+        Bytes that the CPU tier should have.
+    """
+    if block_bytes <= 0:
+        return blocks, cpu_bytes
+    least = -(-block_bytes // _PAGE) * _PAGE
+    fitting = max(1, min(blocks, cpu_bytes // (LEAST_CHUNKS * least)))
+    return fitting, max(cpu_bytes, 2 * least * fitting)
 
 
 def blocks_per_chunk(tokens: int, specs: list[Any]) -> int:
