@@ -128,6 +128,19 @@ def test_a_preempted_request_is_restored_again(engine: OpenEngine, stored: Any) 
     small.manager.on_request_finished(context)
 
 
+def test_a_job_of_a_finished_request_leaves_nothing_behind(engine: OpenEngine, stored: Any) -> None:
+    keys, _ = stored
+    second = ready(engine())
+    context = second.request(keys)
+    ask(second, keys, context)
+    second.manager.on_request_finished(context)  # aborted; its chunks are loaded all the same
+    slow_step(second)
+    second.settle()
+    assert second.tier.store.counters().blocks_loaded == COUNT
+    assert second.tier._requests == {}
+    assert second.tier._live == set()
+
+
 def test_a_load_that_cannot_be_started_is_a_miss_for_the_rest_of_the_request(
     engine: OpenEngine, stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

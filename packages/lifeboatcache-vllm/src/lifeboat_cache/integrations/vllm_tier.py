@@ -98,6 +98,7 @@ class LifeboatTier(SecondaryTierManager):
         self._row_bytes = int(strides[0])
         # Only the address is kept: an exported array would forbid vLLM to release the view.
         self._base = int(np.asarray(primary_kv_view).ctypes.data)
+        self._live: set[str] = set()
         self._requests: dict[str, RequestKeys] = {}
         self._step = 0
         # Jobs without a result yet; the value says whether the store has them.
@@ -199,7 +200,9 @@ class LifeboatTier(SecondaryTierManager):
         space = vllm_lora.key_space(context)
         if space is None:
             return None
-        known = self._requests[context.req_id] = RequestKeys(context, space, self._rows)
+        known = RequestKeys(context, space, self._rows)
+        if context.req_id in self._live:  # else nobody would ever say that it is finished
+            self._requests[context.req_id] = known
         return known
 
     # Lookup -----------------------------------------------------------------
@@ -375,6 +378,7 @@ class LifeboatTier(SecondaryTierManager):
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunk-level offloading, as vLLM does by default."""
+        self._live.add(req_context.req_id)
         return RequestOffloadingContext()
 
     @override
@@ -400,6 +404,7 @@ class LifeboatTier(SecondaryTierManager):
                 if positions and self._store is not None:
                     self._store.touch(request.store_keys(list(positions)))
         finally:
+            self._live.discard(req_context.req_id)
             self._requests.pop(req_context.req_id, None)
 
     @override
