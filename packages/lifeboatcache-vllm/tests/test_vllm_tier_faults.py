@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_tiering import Engine, offload_keys, random_chunks
 
-from lifeboat_cache.integrations import vllm_epoch, vllm_tier
+from lifeboat_cache.integrations import vllm_epoch, vllm_lora, vllm_namespace, vllm_tier
 from lifeboat_cache.interface import State
 
 ROW = 64 << 10
@@ -170,8 +170,8 @@ def test_a_job_is_reported_once_however_late_an_adapter_is_confirmed(
         late.append(then)
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(vllm_tier.vllm_lora, "lora_of", lambda _context: "an adapter")
-    monkeypatch.setattr(vllm_tier.vllm_lora, "confirm", confirm)
+    monkeypatch.setattr(vllm_lora, "lora_of", lambda _context: "an adapter")
+    monkeypatch.setattr(vllm_lora, "confirm", confirm)
     context = second.request(keys)
     rows = np.arange(2, dtype=np.int32)
     fresh = offload_keys(2, seed=31)
@@ -272,7 +272,7 @@ def test_a_reset_does_not_wait_for_ever_for_the_models_identity(
     home.mkdir()
     (home / "lifeboat.yaml").write_text("engine: {native_promotion_wait_s: 0.1}\n")
     release = threading.Event()
-    original = vllm_tier.find_namespace
+    original = vllm_namespace.find_namespace
 
     def find(*args: Any) -> Any:  # the weights lie on a disk that does not answer
         release.wait(60)
