@@ -54,7 +54,15 @@ _VLLM_TESTS = ROOT / "packages" / "lifeboatcache-vllm" / "tests"
 _NEXT_VLLM_TESTS = (
     *(
         _VLLM_TESTS / f"test_vllm_{name}.py"
-        for name in ("activation", "epoch", "handover", "identity_parts", "lora", "tier")
+        for name in (
+            "activation",
+            "epoch",
+            "handover",
+            "identity_parts",
+            "lora",
+            "selftest",
+            "tier",
+        )
     ),
     ROOT / "tests" / "test_vllm_identity.py",
 )

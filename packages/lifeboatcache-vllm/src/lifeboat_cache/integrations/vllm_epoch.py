@@ -25,7 +25,7 @@ from typing import Any
 
 from lifeboat_cache.identity import qualified_name
 
-__all__ = ["SAFE_CALLS", "changed", "forget", "install", "on_change"]
+__all__ = ["SAFE_CALLS", "WATCHED", "changed", "forget", "install", "on_change"]
 
 _log = logging.getLogger("lifeboat_cache")
 _MARK = "_lifeboat_epoch"
@@ -140,6 +140,9 @@ _REASONS: dict[str, Callable[..., str | None]] = {
     "set_weight_version": _version_reason,
     "sleep": _sleep_reason,
 }
+
+#: The methods of ``EngineCore`` that are watched.
+WATCHED = tuple(_REASONS)
 
 
 def install() -> None:
