@@ -3,9 +3,11 @@
     python3 tools/dev.py bench vllm_overhead
 
 Three servers are up at the same time on the same cores: LIFEBOAT_CACHE=1, vLLM's own
-fs tier, and no cache. Each round sends one new prompt of about 2,000 tokens to all of
+fs tier, and no cache. Each round sends one new prompt of about 2,100 tokens to all of
 them, in another order each time: cold, the same again at once (while the cache still
-stores), and once more when all is quiet. The limit is the server without a cache.
+stores), and once more when all is quiet. The CPU time is that of the whole server for the
+first two, with all that it does behind its answers. The limit is the server without a
+cache.
 """
 
 from __future__ import annotations
@@ -16,25 +18,28 @@ from collections import defaultdict
 
 from long_prompt import long_prompt
 from paired import LEAST_PAIRS, Report, compare, machine_use
-from several_servers import FS, OURS, PLAIN, Servers, wait_until_idle
+from several_servers import FS, OURS, PLAIN, Servers, cpu_seconds, wait_until_idle
 from vllm_server import VllmServer
 
 _COLD = "cold, first token"
 _TOTAL = "cold, whole answer"
 _AGAIN = "repeat at once, first token"
 _LATER = "repeat later, first token"
-_METRICS = (_COLD, _TOTAL, _AGAIN, _LATER)
+_CPU = "cold and repeat, CPU time"
+_METRICS = (_COLD, _TOTAL, _AGAIN, _LATER, _CPU)
 
 
 def measure(
     server: VllmServer, prompt: str, max_tokens: int, found: dict[str, list[float]]
 ) -> tuple[int, int]:
     """Send one prompt three times; its tokens, and those that the last answer found cached."""
+    cpu = cpu_seconds(server)
     cold = server.complete(prompt, max_tokens=max_tokens)
     if cold.cached_tokens:
         raise RuntimeError("the prompt is not new to the server: its first words are shared")
     again = server.complete(prompt, max_tokens=max_tokens)
     wait_until_idle(server)
+    found[_CPU].append(cpu_seconds(server) - cpu)
     later = server.complete(prompt, max_tokens=max_tokens)
     wait_until_idle(server)
     found[_COLD].append(cold.first_token_s)
@@ -52,7 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--rounds", type=int, default=18)
-    parser.add_argument("--days", type=int, default=23, help="length of a prompt, 86 tokens a day")
+    parser.add_argument("--days", type=int, default=25, help="length of a prompt, 86 tokens a day")
     parser.add_argument("--max-tokens", type=int, default=16, help="length of an answer")
     arguments = parser.parse_args()
     if arguments.rounds < LEAST_PAIRS:

@@ -13,7 +13,7 @@ from pathlib import Path
 from devkit.places import dev_home
 from vllm_server import VllmServer
 
-__all__ = ["FS", "OURS", "PLAIN", "Servers", "wait_until_idle"]
+__all__ = ["FS", "OURS", "PLAIN", "Servers", "cpu_seconds", "wait_until_idle"]
 
 OURS = "ours"
 FS = "vLLM's fs tier"
@@ -82,8 +82,9 @@ class Servers:
         return {OURS: self.home / "kv", FS: self.root}[who]
 
 
-def _cpu_seconds(session: int) -> float:
-    """CPU time of the living processes of a session."""
+def cpu_seconds(server: VllmServer) -> float:
+    """CPU time of a server's living processes, in all since they started."""
+    session = server.pid
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -105,10 +106,10 @@ def wait_until_idle(server: VllmServer, *, timeout_s: float = 60.0) -> None:
     """
     end = time.monotonic() + timeout_s
     quiet = 0
-    before = _cpu_seconds(server.pid)
+    before = cpu_seconds(server)
     while quiet < 2:
         time.sleep(0.25)
-        now = _cpu_seconds(server.pid)
+        now = cpu_seconds(server)
         quiet = quiet + 1 if now - before <= 0.03 else 0
         before = now
         if time.monotonic() > end:
