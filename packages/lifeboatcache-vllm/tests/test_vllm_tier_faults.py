@@ -61,7 +61,9 @@ def start(engine: Engine, keys: Sequence[bytes], context: Any, steps: int = 40) 
     for _ in range(steps):
         answers = ask(engine, keys, context)
         slow_step(engine)
-        if not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers):
+        if LookupResult.RETRY in answers:
+            assert engine.tier.store.wait_recovered(30)
+        elif LookupResult.HIT_PENDING not in answers:
             hits = [answer is LookupResult.HIT for answer in answers]
             return [key for key, hit in zip(keys, hits, strict=False) if hit]
     raise AssertionError(f"the request does not start within {steps} steps")
