@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from lifeboat_cache.integrations import vllm_namespace, vllm_selftest
+from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.integrations import vllm_namespace, vllm_selftest, vllm_selftest_engine
 from lifeboat_cache.integrations.vllm_selftest_interface import hook_problems, interface_problems
+from lifeboat_cache.integrations.vllm_selftest_place import scratch_parent
 from lifeboat_cache.integrations.vllm_tier import LifeboatTier
 from lifeboat_cache.interface import Namespace
 from lifeboat_cache.selftest import Report, Step
@@ -126,6 +129,47 @@ def test_an_untested_version_is_said_and_not_a_failure(
     assert report.facts["tested"] is False
 
 
+def places(tmp_path: Path, *tiers: str) -> Config:
+    file = tmp_path / "some.yaml"
+    document = [
+        {"name": f"t{number}", "type": "filesystem", "path": path}
+        for number, path in enumerate(tiers)
+    ]
+    file.write_text(json.dumps({"storage": {"tiers": document}}))
+    file.chmod(0o600)
+    return load_config(file).config
+
+
+def test_it_works_beside_the_target(tmp_path: Path) -> None:
+    store = tmp_path / "disk" / "store"
+    config = places(tmp_path, str(store))
+    # Not there yet: in what is there of its path.
+    assert scratch_parent(config.storage.places[0], config) == (tmp_path, True)
+    store.mkdir(parents=True)
+    assert scratch_parent(config.storage.places[0], config) == (store.parent, True)
+
+
+def test_it_keeps_out_of_every_store(tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    config = places(tmp_path, str(inner), str(inner.parent))
+    temporary = Path(tempfile.gettempdir())
+    assert scratch_parent(config.storage.places[0], config) == (temporary, False)
+    # The root of a file system: what is beside it is on another one.
+    config = places(tmp_path, "/dev/shm")
+    assert scratch_parent(config.storage.places[0], config) == (temporary, False)
+
+
+def test_no_room_for_a_directory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    report = selftest()
+    assert report.exit_code == 2
+    assert "No space left on device" in report.unable
+
+
 # --- planted faults ---------------------------------------------------------------------------
 
 
@@ -204,6 +248,18 @@ def test_a_planted_fault_is_noticed(
     assert words in step(report, name).summary
     assert step(report, name).remedy
     assert not leftovers(report.facts["directory"])
+
+
+def test_a_load_that_is_asked_for_again_and_again_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, no_child: None
+) -> None:
+    monkeypatch.setattr(vllm_selftest_engine, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(LifeboatTier, "lookup", lambda *_: base.LookupResult.HIT)
+    report = selftest()
+    assert step(report, "flipped byte").summary.startswith("TimeoutError")
+    failed = step(report, "failed load")
+    assert failed.status == "failed"
+    assert "times in one request, instead of once" in failed.summary
 
 
 def test_a_store_that_cannot_be_used_is_noticed(

@@ -8,17 +8,15 @@ does not touch the workers' side of vLLM.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,12 @@ from lifeboat_cache.integrations.vllm_selftest_engine import (
     chunk_bytes,
     offload_keys,
     shared_memory_of,
+)
+from lifeboat_cache.integrations.vllm_selftest_place import (
+    KeptLog,
+    environment,
+    scratch_parent,
+    write_config,
 )
 from lifeboat_cache.integrations.vllm_versions import describe_tested, is_tested
 from lifeboat_cache.selftest import Report, Step
@@ -70,100 +74,10 @@ class _SkippedError(Exception):
     """A step that cannot be tried."""
 
 
-class _Log(logging.Handler):
-    """Keeps what LifeboatCache logs, to be shown with a step that failed."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname}: {record.getMessage()}")
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listen instead of everybody else: faults are made on purpose here."""
-        log = logging.getLogger("lifeboat_cache")
-        before = log.propagate, log.level
-        log.addHandler(self)
-        log.propagate = False
-        log.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            log.removeHandler(self)
-            log.propagate = before[0]
-            log.setLevel(before[1])
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of this process, and of those that it starts; ``None`` removes one."""
-    before = {name: os.environ.get(name) for name in values}
-    try:
-        _set(values)
-        yield
-    finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-# --- where ------------------------------------------------------------------------------------
-
-
-def _scratch_parent(tier: Tier, config: Config) -> tuple[Path, bool]:
-    """Return where to make the directory, and whether the target's file system is there.
-
-    Beside the target's directory and never in it, nor in another target's.
-    """
-    path = tier.path.resolve()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    beside = there.parent if there == path else there
-    stores = [
-        other.path.resolve()
-        for other in (*config.storage.tiers, config.storage.fallback_local.as_tier())
-    ]
-    free = not any(beside == store or store in beside.parents for store in stores)
-    if free and beside.stat().st_dev == there.stat().st_dev and os.access(beside, os.W_OK):
-        return beside, True
-    return Path(tempfile.gettempdir()), False
-
-
-def _write_config(scratch: Path, config: Config, tier: Tier, same: bool) -> None:
-    document = {
-        "storage": {
-            "tiers": [
-                {
-                    "name": "selftest",
-                    "type": "filesystem",
-                    "path": str(scratch / "kv"),
-                    "min_free_gb": 0,
-                    "direct_io": tier.direct_io if same else "auto",
-                }
-            ],
-            "fallback_local": {"enabled": False},
-        },
-        "engine": {"io_workers": config.engine.io_workers},
-    }
-    file = scratch / "lifeboat.yaml"
-    file.touch(mode=0o600)
-    file.write_text(json.dumps(document))  # JSON is YAML
-
-
-# --- the steps --------------------------------------------------------------------------------
-
-
 class _SelfTest:
     """The steps, in a directory of their own."""
 
-    def __init__(self, scratch: Path, log: _Log) -> None:
+    def __init__(self, scratch: Path, log: KeptLog) -> None:
         self.scratch = scratch
         self.steps: list[Step] = []
         self.facts: dict[str, Any] = {}
@@ -305,7 +219,7 @@ class _SelfTest:
         """Run the second process; its result is looked at by the steps."""
         if not self._stored:
             return
-        environment = {
+        variables = {
             **os.environ,
             # The same modules as here, and nothing from the directory that this runs in.
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -314,7 +228,7 @@ class _SelfTest:
         try:
             ended = subprocess.run(
                 [sys.executable, "-P", "-m", _CHILD, str(self.scratch), str(_SEED)],
-                env=environment,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -407,8 +321,10 @@ class _SelfTest:
         self._need_stored()
         self._flip()
         with self._engine() as engine:
-            found = engine.restore(self._keys)
-            self._loads_of_flipped = engine.jobs.loads[self._keys[_FLIPPED]]
+            try:
+                found = engine.restore(self._keys)
+            finally:
+                self._loads_of_flipped = engine.jobs.loads[self._keys[_FLIPPED]]
             noticed = bool(engine.jobs.failed)
         self._compare(found, _FLIPPED)
         if not noticed:
@@ -469,8 +385,15 @@ def run(args: argparse.Namespace) -> Report:
         )
     config = load_config(args.config).config
     tier = config.storage.places[0]
-    parent, same = _scratch_parent(tier, config)
-    scratch = Path(tempfile.mkdtemp(prefix=".lifeboat-selftest-", dir=parent))
+    parent, same = scratch_parent(tier, config)
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=".lifeboat-selftest-", dir=parent))
+    except OSError as error:
+        return Report(
+            "vLLM",
+            unable=f"no directory can be made in {parent} ({error.strerror}): run "
+            "lifeboat-cache doctor",
+        )
     try:
         return _run_in(scratch, config, tier, same=same, keep=args.keep)
     finally:
@@ -479,8 +402,8 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _run_in(scratch: Path, config: Config, tier: Tier, *, same: bool, keep: bool) -> Report:
-    _write_config(scratch, config, tier, same)
-    log = _Log()
+    write_config(scratch, config, tier, same)
+    log = KeptLog()
     variables = {
         # Whatever an engine leaves in its home directory stays out of the user's.
         "LIFEBOAT_CACHE_HOME": str(scratch / "home"),
@@ -488,7 +411,7 @@ def _run_in(scratch: Path, config: Config, tier: Tier, *, same: bool, keep: bool
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     test = _SelfTest(scratch, log)
-    with _environment(variables), log.listening():
+    with environment(variables), log.listening():
         try:
             test.run()
         finally:
