@@ -142,6 +142,28 @@ def test_a_home_that_refers_to_nothing_is_an_error() -> None:
         load_config(None, {"LIFEBOAT_CACHE_HOME": "$LIFEBOAT_CACHE_HOME/y"})
 
 
+def test_a_user_without_a_home_directory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not a directory called "~" wherever the server was started.
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match="no home directory .* Set it to an absolute path"):
+        load_config(None, {})
+
+
+@pytest.mark.parametrize(
+    "environ", [{"LIFEBOAT_CACHE_HOME": "h"}, {"HOME": "/", "LIFEBOAT_CACHE_CONFIG": "a.yaml"}]
+)
+def test_a_relative_path_from_a_directory_that_is_gone_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        load_config(None, environ)
+
+
 # --- values ----------------------------------------------------------------------------------
 
 

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lifeboat_cache.config.paths import CONFIG_FILE_NAME, ENV_CONFIG, ENV_SALT, Places
+from lifeboat_cache.config.paths import (
+    CONFIG_FILE_NAME,
+    ENV_CONFIG,
+    ENV_HOME,
+    ENV_SALT,
+    Places,
+)
 from lifeboat_cache.config.problems import describe_problems, nearest
 from lifeboat_cache.config.schema import Config
 from lifeboat_cache.config.yamlfile import Document, Location, key_path, read_yaml
@@ -108,10 +114,8 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
     environ = os.environ if environ is None else environ
     try:
         places = Places.current(environ)
-    except ValueError as error:
-        raise ConfigError(
-            f"LIFEBOAT_CACHE_HOME: {error}. Set it to an absolute path, or unset it."
-        ) from None
+    except (ValueError, OSError) as error:  # a relative path, and the working directory is gone
+        raise ConfigError(f"{ENV_HOME}: {error}. Set it to an absolute path.") from None
     found = _find(path, places)
     if found is None:
         default = places.home / CONFIG_FILE_NAME
@@ -137,7 +141,7 @@ def _find(path: Path | None, places: Places) -> tuple[Path, str] | None:
             continue
         try:
             file = Path(os.path.abspath(places.expand(str(text))))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{why}: {error}. Name a configuration file.") from None
         if _missing(file):
             raise ConfigError(

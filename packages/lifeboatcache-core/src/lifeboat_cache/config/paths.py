@@ -64,7 +64,7 @@ def home_directory(environ: Mapping[str, str]) -> Path:
     Raises
     ------
     ValueError
-        If the variable refers to one that is not set.
+        If the variable refers to one that is not set, or there is no home directory.
     """
     text = environ.get(ENV_HOME) or "~/.lifeboat_cache"
     others = {name: value for name, value in environ.items() if name != ENV_HOME}
@@ -85,6 +85,9 @@ def _expand(text: str, variables: Mapping[str, str]) -> Path:
     # Only a leading "~" of what was written counts, not one out of a variable.
     if text == "~" or text.startswith("~/"):
         user_home = variables.get("HOME") or os.path.expanduser("~")
+        if user_home.startswith("~"):
+            # A container's user without an entry: "~" would become a directory of that name.
+            raise ValueError(f"HOME is not set and this user has no home directory for {text!r}")
         return Path(user_home + _VARIABLE.sub(value_of, text[1:]))
     if text.startswith("~"):
         user, slash, rest = text.partition("/")
