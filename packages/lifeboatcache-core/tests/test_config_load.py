@@ -146,7 +146,7 @@ def test_a_user_without_a_home_directory_is_told_so(monkeypatch: pytest.MonkeyPa
     # Not a directory called "~" wherever the server was started.
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(ConfigError, match="no home directory .* Set it to an absolute path"):
+    with pytest.raises(ConfigError, match=r"no home directory .* Set it to an absolute path"):
         load_config(None, {})
 
 
