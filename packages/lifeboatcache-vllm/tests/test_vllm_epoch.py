@@ -138,6 +138,19 @@ def test_deep_sleep_and_a_new_version_are_changes(engine: Core, seen: list[str])
     assert engine.calls == [("sleep", 2, "abort"), ("sleep", 2, "keep"), "step 7"]
 
 
+def test_arguments_by_name_count_too(engine: Core, seen: list[str]) -> None:
+    engine.set_weight_version(weight_version="8")
+    engine.collective_rpc(method="update_weights")
+    engine.sleep(level=2)
+    assert seen == ["weight version 8", "collective_rpc update_weights", "sleep level 2"]
+
+
+def test_a_call_that_is_not_understood_counts_as_a_change(engine: Core, seen: list[str]) -> None:
+    engine.sleep(level="deep")  # type: ignore[arg-type]
+    assert seen == ["a call that was not understood"]
+    assert engine.calls == [("sleep", "deep", "abort")]
+
+
 def test_a_cache_reset_after_a_change_counts_again(engine: Core, seen: list[str]) -> None:
     engine.collective_rpc("update_weights")
     engine.reset_prefix_cache(True, True)

@@ -109,7 +109,9 @@ def _watched(original: Callable[..., Any], reason: Callable[..., str | None]) ->
             if why is not None:
                 changed(why)
         except Exception:
+            # It may have been one that changes weights.
             _log.exception("LifeboatCache: a call to the engine was not understood")
+            changed("a call that was not understood")
         return original(self, *args, **kwargs)
 
     setattr(method, _MARK, True)
@@ -126,8 +128,8 @@ def _sleep_reason(level: Any = 1, *_args: Any, **_kwargs: Any) -> str | None:
     return f"sleep level {level}" if int(level) >= 2 else None
 
 
-def _version_reason(version: Any, *_args: Any, **_kwargs: Any) -> str:
-    return f"weight version {version}"
+def _version_reason(weight_version: Any, *_args: Any, **_kwargs: Any) -> str:
+    return f"weight version {weight_version}"
 
 
 def _reset_reason(*_args: Any, **_kwargs: Any) -> str | None:
