@@ -197,7 +197,7 @@ def test_version_and_help() -> None:
     assert done.returncode == 0
     for code, meaning in EXIT_CODES.items():
         assert f"  {code:<4} {meaning}\n" in done.stdout
-    for command in ("init", "config", "ls", "purge", "doctor"):
+    for command in ("init", "config", "ls", "purge", "check", "doctor"):
         assert f"    {command} " in done.stdout
 
 
@@ -342,7 +342,8 @@ def test_a_command_without_a_function_is_a_sentence(tmp_path: Path) -> None:
 
 def test_every_command_is_documented() -> None:
     page = render_reference()
-    for command in ("init", "config show", "config validate", "ls", "purge", "doctor", "selftest"):
+    commands = ("ls", "purge", "check", "doctor", "selftest")
+    for command in ("init", "config show", "config validate", *commands):
         assert f"## `lifeboat-cache {command}`\n" in page
     assert "None" not in page
     assert build_parser(plugins=False).prog == "lifeboat-cache"

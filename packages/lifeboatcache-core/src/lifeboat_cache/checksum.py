@@ -8,7 +8,7 @@ under another key therefore does not match.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from blake3 import blake3
 
@@ -57,7 +57,7 @@ class Binding:
         return _BINDING.pack(key, self._namespace, layout, raw, stored, codec, ALGORITHM_BLAKE3)
 
 
-def payload_checksum(binding: bytes, pieces: Sequence[memoryview]) -> bytes:
+def payload_checksum(binding: bytes, pieces: Iterable[memoryview]) -> bytes:
     """BLAKE3-128 over ``binding`` and the pieces of a payload.
 
     BLAKE3 releases the GIL on pieces of more than a few KiB.

@@ -16,8 +16,9 @@ PROGRAM = "lifeboat-cache"
 
 #: Every exit code of the command, and what it means.
 EXIT_CODES = {
-    0: "done; for doctor and selftest: nothing failed",
-    1: "doctor: a check failed; purge: you answered no; selftest: a step failed",
+    0: "done; for doctor and selftest: nothing failed; for check: nothing is wrong",
+    1: "doctor: a check failed; check: something is or was wrong; purge: you answered no; "
+    "selftest: a step failed",
     2: "wrong usage or configuration, or something could not be read or written; "
     "selftest: it could not run",
     130: "interrupted",
@@ -68,6 +69,12 @@ def _selftest(args: argparse.Namespace) -> int:
     from lifeboat_cache.cli.selftest_command import selftest
 
     return selftest(args)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.check_command import check
+
+    return check(args)
 
 
 def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
@@ -185,6 +192,27 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
     )
     purge.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     _yes(purge)
+
+    check = add(
+        commands,
+        "check",
+        _check,
+        "verify everything that is stored",
+        "Reads every block of every target and compares it with its checksum, beside running "
+        "engines too. --repair declares bad blocks dead and puts right what processes that have "
+        "ended left damaged; what runs, and what a newer release wrote, is left alone.",
+    )
+    check.add_argument(
+        "namespace",
+        nargs="*",
+        metavar="NAMESPACE",
+        help="only these namespaces; the start of a name is enough",
+    )
+    check.add_argument("--repair", action="store_true", help="repair what can be repaired")
+    _json(check)
+    check.add_argument(
+        "--quiet", action="store_true", help="print faults only, and no progress on the terminal"
+    )
 
     doctor = add(
         commands,

@@ -1,0 +1,146 @@
+"""Repairs of single files. Each may be done again, and raises ``OSError`` if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lifeboat_cache.format.access import pack_accesses, parse_accesses
+from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, FileHeader
+from lifeboat_cache.format.journal import (
+    ENTRY,
+    ENTRY_BYTES,
+    KIND_TOMBSTONE,
+    Entries,
+    seal_entries,
+)
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.targets.layout import write_atomically, writer_alive
+from lifeboat_cache.targets.segment_writer import SegmentWriter
+
+__all__ = [
+    "Undertaker",
+    "cut_tail",
+    "fill_entries",
+    "put_header",
+    "remove_files",
+    "rewrite_accesses",
+]
+
+_WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def put_header(path: Path, magic: bytes, namespace: bytes, writer: bytes, segment: int = 0) -> None:
+    """Write a header anew over a damaged one of a dead writer."""
+    _require_dead(path)
+    header = FileHeader(magic, namespace, writer, segment, int(path.stat().st_mtime))
+    fd = os.open(path, _WRITE)
+    try:
+        os.pwrite(fd, header.pack(), 0)
+    finally:
+        os.close(fd)
+
+
+def fill_entries(path: Path, writer: bytes, namespace: bytes, numbers: Sequence[int]) -> None:
+    """Overwrite bad entries of a dead writer's journal.
+
+    What takes their place is a tombstone of a record that nobody has: a writer
+    whose 16 bytes are zero.
+    """
+    _require_dead(path)
+    filler = np.zeros(1, dtype=ENTRY)
+    filler["kind"] = KIND_TOMBSTONE
+    filler["time"] = int(time.time())
+    fd = os.open(path, _WRITE)
+    try:
+        for number in numbers:
+            data = seal_entries(filler, writer, number, namespace)
+            os.pwrite(fd, data, HEADER_BYTES + number * ENTRY_BYTES)
+    finally:
+        os.close(fd)
+
+
+def cut_tail(path: Path, entries: int) -> None:
+    """Cut a dead writer's journal behind its last whole entry."""
+    _require_dead(path)
+    os.truncate(path, HEADER_BYTES + entries * ENTRY_BYTES)
+
+
+def rewrite_accesses(path: Path, namespace: bytes, writer: bytes) -> None:
+    """Keep the intact entries of a dead writer's access log."""
+    _require_dead(path)
+    kept = parse_accesses(path.read_bytes()[HEADER_BYTES:])
+    if not kept.shape[0]:
+        remove_files([path])
+        return
+    header = FileHeader(MAGIC_ACCESS, namespace, writer, 0, int(path.stat().st_mtime))
+    write_atomically(path, header.pack() + pack_accesses(kept))
+
+
+def remove_files(paths: Sequence[Path], unless: Path | None = None) -> None:
+    """Remove files of dead writers; one that has gone is no error.
+
+    Parameters
+    ----------
+    paths
+        In the order in which they are removed.
+    unless
+        A file whose existence means that they are needed after all.
+    """
+    for path in paths:
+        _require_dead(path)
+    if unless is not None and unless.exists():
+        raise OSError(errno.EBUSY, "its journal has appeared")
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            # A process that still has the file open would keep its space otherwise.
+            if path.suffix == ".segment":
+                os.truncate(path, 0)
+            os.unlink(path)
+
+
+def _require_dead(path: Path) -> None:
+    if writer_alive(path.parent, path.name.split(".")[0]):
+        raise OSError(errno.EBUSY, "its writer is alive")
+
+
+class Undertaker:
+    """Declares records of a namespace dead, as a writer of its own.
+
+    Parameters
+    ----------
+    directory
+        The namespace's directory.
+    digest
+        The namespace's 32-byte digest.
+    """
+
+    def __init__(self, directory: Path, digest: bytes) -> None:
+        self._directory = directory
+        self._namespace = Namespace({}, digest)
+        self._writer: SegmentWriter | None = None
+        self._buried = 0
+
+    def bury(self, entries: Entries) -> None:
+        """Append tombstones. Raises ``OSError`` if they did not reach the journal."""
+        if self._writer is None:
+            self._writer = SegmentWriter(
+                self._directory, self._namespace, direct=False, allowance=lambda _: None
+            )
+        self._writer.bury(entries)
+        path = self._directory / f"{self._writer.writer.hex()}.journal"
+        self._buried += len(entries)
+        if path.stat().st_size < HEADER_BYTES + self._buried * ENTRY_BYTES:
+            raise OSError(errno.EIO, "the tombstones could not be written")
+
+    def close(self) -> None:
+        """Let go of its files; its journal stays."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

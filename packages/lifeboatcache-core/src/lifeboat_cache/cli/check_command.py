@@ -1,0 +1,178 @@
+"""``lifeboat-cache check``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from lifeboat_cache.check import (
+    CheckReport,
+    Finding,
+    NamespaceReport,
+    TargetReport,
+    check_targets,
+    namespace_directories,
+)
+from lifeboat_cache.cli.output import RefusedError, clean
+from lifeboat_cache.config import Config, Tier, load_config
+from lifeboat_cache.config.units import format_size
+
+__all__ = ["check"]
+
+_SHORT = 12
+
+_MARKS = {"fault": "fault", "leftover": "left", "skipped": "skip"}
+
+
+def check(args: argparse.Namespace) -> int:
+    """Verify what is stored, and repair it if that is wanted."""
+    tiers = _tiers(load_config(args.config).config)
+    only = {_matching(tiers, prefix) for prefix in args.namespace} or None
+    line = _ProgressLine(shown=sys.stderr.isatty() and not args.quiet)
+    with _interruptible() as stop:
+        report = check_targets(
+            tiers, only=only, repair=args.repair, stop=stop, show=line.show if line.shown else None
+        )
+    line.clear()
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        _print(report, quiet=args.quiet)
+    if report.interrupted:
+        return 130
+    problems = [target for target in report.targets if target.problem]
+    for target in problems:
+        print(f"lifeboat-cache: error: {target.name}: {target.problem}", file=sys.stderr)
+    return 2 if problems else int(report.status != "ok")
+
+
+def _tiers(config: Config) -> list[Tier]:
+    """Every configured target: one that was disabled still holds its data."""
+    found: dict[object, Tier] = {}
+    for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
+        found.setdefault(tier.path, tier)
+    return list(found.values())
+
+
+def _matching(tiers: Sequence[Tier], prefix: str) -> str:
+    """The namespace directory that the start of a digest means."""
+    wanted = prefix.lower()[:32]
+    names = {name for tier in tiers for name in namespace_directories(tier.path)}
+    found = sorted(name for name in names if name.startswith(wanted))
+    if not wanted or not found:
+        raise RefusedError(
+            f"no namespace starts with {prefix!r}. The namespaces are listed by: lifeboat-cache ls"
+        )
+    if len(found) > 1:
+        starts = ", ".join(name[: max(_SHORT, len(wanted) + 4)] for name in found)
+        raise RefusedError(f"{prefix!r} is the start of {starts}. Write more of the one you mean.")
+    return found[0]
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Turn the first interruption into a request to end; a second one is as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _ProgressLine:
+    """One line on the terminal that is written over."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self.shown = shown
+        self._width = 0
+
+    def show(self, done: int, total: int) -> None:
+        """Write how far it is."""
+        percent = 100 * done // total if total else 100
+        text = f"verified {format_size(done)} of {format_size(total)} ({percent} %)"
+        self._width = max(self._width, len(text))
+        print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._width:
+            print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _print(report: CheckReport, *, quiet: bool) -> None:
+    for target in report.targets:
+        if not quiet:
+            print(f"{target.name}: {target.location}{_state(target)}")
+        for finding in target.findings:
+            _print_finding(finding, quiet=quiet)
+        for namespace in target.namespaces:
+            if not quiet:
+                print(f"  {namespace.directory[:_SHORT]}: {_counts(namespace)}")
+            for finding in namespace.findings:
+                _print_finding(finding, quiet=quiet)
+    if report.interrupted:
+        print("Interrupted: this is what was found so far.")
+    if not quiet:
+        print(_verdict(report))
+
+
+def _state(target: TargetReport) -> str:
+    if target.problem:
+        return "\n  cannot be checked, see below"
+    return "" if target.namespaces or target.findings else "\n  nothing to check"
+
+
+def _counts(report: NamespaceReport) -> str:
+    records = report.records
+    parts = [f"{records.verified} blocks verified, {format_size(report.verified_bytes)}"]
+    for count, text in (
+        (records.bad, "bad"),
+        (records.unreadable, "unreadable"),
+        (records.dead, "declared dead"),
+        (records.gone, "removed with their segment"),
+        (records.unknown, "of a kind that this release does not know"),
+        (records.newer, "in segments of a newer format"),
+    ):
+        if count:
+            parts.append(f"{count} {text}")
+    return "; ".join(parts)
+
+
+def _print_finding(finding: Finding, *, quiet: bool) -> None:
+    if quiet and finding.level != "fault":
+        return
+    mark = "fixed" if finding.repaired else _MARKS[finding.level]
+    many = f" ({finding.count})" if finding.count > 1 else ""
+    print(f"    {mark:5}  {clean(finding.path)}: {finding.kind}{many}: {clean(finding.detail)}")
+    if finding.remedy:
+        print(f"           -> {clean(finding.remedy)}")
+
+
+def _verdict(report: CheckReport) -> str:
+    faults = report.faults
+    repaired = sum(fault.repaired for fault in faults)
+    if not faults:
+        return "\nNothing is wrong."
+    left = len(faults) - repaired
+    many = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+    if not left:
+        return f"\n{many}, repaired."
+    if report.repair:
+        return f"\n{many}: {repaired} repaired, {left} left."
+    return f"\n{many}. Nothing was changed."
