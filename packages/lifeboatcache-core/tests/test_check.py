@@ -348,7 +348,8 @@ def test_segment_that_no_entry_names(open_driver: Open, root: Path) -> None:
     segment = the_file(root, "segment")
     other = segment.with_name(segment.name.replace("00000000", "00000007"))
     shutil.copy(segment, other)
-    repaired(root, "segment-orphaned")
+    # As a process leaves it that is killed before the first entry.
+    repaired(root, "segment-orphaned", level="leftover")
     assert not other.exists()
     assert open_driver().load(range(3)) == [OK] * 3
 

@@ -22,7 +22,7 @@ from lifeboat_cache.check.repair import (
     remove_files,
     rewrite_accesses,
 )
-from lifeboat_cache.check.report import RUN_REPAIR, Finding, NamespaceReport
+from lifeboat_cache.check.report import RUN_REPAIR, Finding, Level, NamespaceReport
 from lifeboat_cache.errors import (
     ForeignDataError,
     FormatError,
@@ -420,7 +420,9 @@ def _check_orphans(survey: Survey, writer: Writer) -> None:
             ]
             fix = partial(remove_files, paths, unless)
             detail = "no journal entry names it: it holds space that nobody uses"
-            survey.find(name, Finding("segment-orphaned", "fault", "", detail, fix=fix))
+            # With an intact journal: the process was killed before its first entry.
+            level: Level = "fault" if writer.journal is None else "leftover"
+            survey.find(name, Finding("segment-orphaned", level, "", detail, fix=fix))
 
 
 def _check_bitmaps(survey: Survey, writer: Writer, digest: bytes) -> None:
