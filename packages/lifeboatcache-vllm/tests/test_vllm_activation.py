@@ -143,6 +143,49 @@ def test_too_little_memory_stands_down(
     assert "/dev/shm" in line
 
 
+@pytest.mark.parametrize(("memory", "later"), [(64 << 20, 100 << 30), (100 << 30, 64 << 20)])
+def test_api_servers_decide_as_their_launcher_did(
+    launch: Launch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    memory: int,
+    later: int,
+) -> None:
+    # Another decision ends an API server at the engine's first statistics.
+    monkeypatch.setenv(vllm_activation._DECIDED, "previous")
+    monkeypatch.setattr(vllm_activation, "available_memory", lambda: {"memory": memory})
+    launcher = launch(_api_process_count=2, _api_process_rank=-1).kv_transfer_config
+    caplog.clear()
+    # The engines have taken or freed it meanwhile.
+    monkeypatch.setattr(vllm_activation, "available_memory", lambda: {"memory": later})
+    for rank in range(2):
+        server = launch(_api_process_count=2, _api_process_rank=rank).kv_transfer_config
+        if launcher is None:
+            assert server is None
+        else:
+            ours, theirs = launcher.kv_connector_extra_config, server.kv_connector_extra_config
+            assert ours["cpu_bytes_to_use"] == theirs["cpu_bytes_to_use"]
+            assert ours["secondary_tiers"] == theirs["secondary_tiers"]
+    assert said(caplog) == []
+
+
+def test_a_launch_does_not_follow_what_another_decided(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(vllm_activation._DECIDED, "0")
+    assert launch().kv_transfer_config is not None
+
+
+def test_an_api_server_of_several_hosts_stands_down(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = launch(
+        data_parallel_size=4, data_parallel_size_local=2, data_parallel_address="127.0.0.1"
+    )
+    assert config.kv_transfer_config is None
+    assert "several hosts" in said(caplog)[-1]
+
+
 def test_a_fault_of_ours_does_not_stop_the_launch(
     launch: Launch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

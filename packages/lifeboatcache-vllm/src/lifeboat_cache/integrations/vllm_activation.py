@@ -25,6 +25,12 @@ __all__ = ["TIER_MODULE", "TIER_TYPE", "install", "is_enabled"]
 TIER_MODULE = "lifeboat_cache.integrations.vllm_tier"
 TIER_TYPE = "LifeboatTier"
 
+#: Handed by a launcher to the API servers that it starts beside its engines: bytes
+#: of the CPU tier, 0 = none. They configure the launch once more, when the engines may
+#: have taken the memory already, and must not decide otherwise: an API server fails on
+#: the statistics of a connector that its own configuration does not have.
+_DECIDED = "_LIFEBOAT_CACHE_CPU_TIER_BYTES"
+
 _MARK = "_lifeboat_activation"
 _log = logging.getLogger("lifeboat_cache")
 
@@ -50,15 +56,29 @@ def install(platform_can_offload: Callable[[], bool]) -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        explicit = self.kv_transfer_config is not None or self.kv_offloading_size is not None
+        explicit = any(
+            getattr(self, name, None) is not None
+            for name in ("kv_transfer_config", "kv_offloading_size")
+        )
         config = original(self, *args, **kwargs)
+        if explicit:
+            _log.info("LifeboatCache: the launch configures KV transfer itself; left as it is")
+            return config
         try:
-            if explicit:
-                _log.info("LifeboatCache: the launch configures KV transfer itself; left as it is")
+            rank = getattr(config.parallel_config, "_api_process_rank", 0)
+            servers = getattr(config.parallel_config, "_api_process_count", 1)
+            decided = os.environ.get(_DECIDED) if rank >= 0 and servers > 1 else None
+            if config.kv_transfer_config is not None:
+                pass  # vLLM itself decided on one
+            elif decided is not None:
+                _follow(config, int(decided))
             else:
-                _complete(config, platform_can_offload)
+                taken = _complete(config, platform_can_offload)
+                if rank < 0:
+                    os.environ[_DECIDED] = str(taken)
         except Exception as exc:
             config.kv_transfer_config = None
+            os.environ[_DECIDED] = "0"
             _stand_down(str(exc))
         return config
 
@@ -70,15 +90,16 @@ def _stand_down(reason: str) -> None:
     _log.warning("LifeboatCache stands down, vLLM runs without it: %s", reason)
 
 
-def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> None:
-    """Set native offloading with our tier, or stand down with one line."""
-    if config.kv_transfer_config is not None:
-        return  # vLLM itself decided on one
+def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int:
+    """Set native offloading with our tier, or stand down with one line.
+
+    Returns the bytes of the CPU tier, 0 = it stands down.
+    """
     try:
         loaded = load_config()
     except LifeboatError as exc:
         _stand_down(str(exc))
-        return
+        return 0
     reason = _unsupported(config, platform_can_offload)
     if reason is None:
         ranks = int(getattr(config.parallel_config, "data_parallel_size_local", 1) or 1)
@@ -90,22 +111,9 @@ def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> None:
             )
     if reason is not None:
         _stand_down(reason)
-        return
-
-    from vllm.config import KVTransferConfig
-
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        # A block that cannot be loaded is recomputed; vLLM's default fails the request.
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": tier.bytes,
-            CHUNK_TOKENS_KEY: loaded.config.engine.native_block_tokens,
-            "secondary_tiers": [{"type": TIER_TYPE, "module_path": TIER_MODULE}],
-        },
-    )
+        return 0
+    tokens = loaded.config.engine.native_block_tokens
+    _set(config, tier.bytes, tokens)
     # What vLLM refuses in combination with any connector; raises, and we stand down.
     verify = getattr(config, "_verify_kv_transfer_compat", None)
     if verify is not None:
@@ -115,8 +123,32 @@ def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> None:
         "%d tokens, configuration from %s",
         tier.bytes / 1e9,
         tier.reason,
-        loaded.config.engine.native_block_tokens,
+        tokens,
         loaded.source,
+    )
+    return tier.bytes
+
+
+def _follow(config: Any, cpu_bytes: int) -> None:
+    """Configure an API server as its launcher has configured the engines."""
+    if cpu_bytes:
+        _set(config, cpu_bytes, 0)
+
+
+def _set(config: Any, cpu_bytes: int, tokens: int) -> None:
+    from vllm.config import KVTransferConfig
+
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        # A block that cannot be loaded is recomputed; vLLM's default fails the request.
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": cpu_bytes,
+            CHUNK_TOKENS_KEY: tokens,
+            "secondary_tiers": [{"type": TIER_TYPE, "module_path": TIER_MODULE}],
+        },
     )
 
 
@@ -124,6 +156,16 @@ def _unsupported(config: Any, platform_can_offload: Callable[[], bool]) -> str |
     """Why native offloading cannot work for this launch, ``None`` if it can."""
     if not platform_can_offload():
         return "vLLM offloads KV only on CUDA, ROCm and XPU platforms"
+    parallel = config.parallel_config
+    ranks = int(getattr(parallel, "data_parallel_size", 1) or 1)
+    local = int(getattr(parallel, "data_parallel_size_local", ranks))
+    if local < ranks and not getattr(parallel, "local_engines_only", False):
+        # Each host decides for itself, but its engines report to one API server.
+        return (
+            "data-parallel ranks of this launch run on several hosts behind one API server, which "
+            "have to agree: name the tier in --kv-transfer-config on each, or use "
+            "--data-parallel-hybrid-lb"
+        )
     model = config.model_config
     if getattr(model, "is_encoder_decoder", False):
         return "vLLM has no KV connectors for encoder-decoder models"
