@@ -268,6 +268,24 @@ def test_weights_that_change_a_hundred_times_leave_no_threads(
     assert threads() <= before
 
 
+def test_no_slot_is_filled_while_a_worker_may_still_write_it(
+    engine: OpenEngine, stored: Any
+) -> None:
+    # vLLM 0.32 empties its CPU tier without waiting for the workers' transfers.
+    keys, _ = stored
+    second = ready(engine())
+    second.manager.reset_cache()
+    context = second.request(keys)
+    assert ask(second, keys, context) == [LookupResult.MISS]
+    second.manager.on_request_finished(context)
+    if hasattr(second.manager, "on_reset_flushed"):  # vLLM 0.33
+        second.manager.on_reset_flushed()
+    else:
+        for _ in range(20):
+            second.step()
+    assert list(second.restore(keys)) == keys
+
+
 def test_a_reset_does_not_wait_for_ever_for_the_models_identity(
     engine: OpenEngine, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingEvent,
+    OffloadingManager,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -54,6 +55,12 @@ from lifeboat_cache.interface import (
 __all__ = ["LifeboatTier"]
 
 _log = logging.getLogger("lifeboat_cache")
+
+#: After vLLM has emptied its CPU tier, a worker may still write a slot for a transfer
+#: of before. vLLM 0.33 waits for the workers' reports before it fills slots again; with
+#: 0.32 nothing is offered for so many steps and seconds, whichever end first.
+_RESET_STEPS, _RESET_S = 16, 5.0
+_RESET_IS_FENCED = hasattr(OffloadingManager, "on_reset_flushed")
 
 #: Longest time to wait at the end for stores that were left before, in seconds.
 _RETIRE_S = 60.0
@@ -101,6 +108,7 @@ class LifeboatTier(SecondaryTierManager):
         self._live: set[str] = set()
         self._requests: dict[str, RequestKeys] = {}
         self._step = 0
+        self._held = (0, 0.0)  # step and time until which nothing is offered
         # Jobs without a result yet; the value says whether the store has them.
         self._jobs: dict[int, bool] = {}
         self._jobs_lock = threading.Lock()
@@ -213,6 +221,8 @@ class LifeboatTier(SecondaryTierManager):
         """Answer from memory. ``RETRY`` while recovery runs, but not for ever."""
         store = self._store
         if store is None:
+            return LookupResult.MISS
+        if self._step < self._held[0] and time.monotonic() < self._held[1]:
             return LookupResult.MISS
         request = self._keys_of(req_context)
         if request is None:
@@ -459,6 +469,8 @@ class LifeboatTier(SecondaryTierManager):
             time.sleep(0.001)
         for request in self._requests.values():
             request.promotions.clear()  # the CPU tier is emptied
+        if not _RESET_IS_FENCED:
+            self._held = (self._step + _RESET_STEPS, time.monotonic() + _RESET_S)
 
     def _stores(self) -> list[BlockStore]:
         return [*self._retired, *([self._store] if self._store is not None else [])]
