@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.format.access import pack_accesses, parse_accesses
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, FileHeader
 from lifeboat_cache.format.journal import (
@@ -56,7 +56,7 @@ def fill_entries(path: Path, writer: bytes, namespace: bytes, numbers: Sequence[
     _require_dead(path)
     filler = np.zeros(1, dtype=ENTRY)
     filler["kind"] = KIND_TOMBSTONE
-    filler["time"] = int(time.time())
+    filler["time"] = coarse_time()
     fd = os.open(path, _WRITE)
     try:
         for number in numbers:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding
+from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.index import Index
 from lifeboat_cache.job import Job
@@ -230,7 +231,7 @@ class BlockStore:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that a request used these blocks. Tell it *all* blocks of the request."""
-        now = int(time.time())
+        now = coarse_time()
         places = self._index.touch(keys, now)
         with self._lock:
             for place in places:

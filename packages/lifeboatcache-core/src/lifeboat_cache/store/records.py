@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from lifeboat_cache.checksum import (
     Binding,
     payload_checksum,
 )
+from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.targets.base import Place
@@ -65,7 +65,7 @@ def record_entries(batch: BlockBatch, part: Sequence[int], binding: Binding) -> 
     entries["stored_length"] = entries["raw_length"] = sizes
     entries["layout"] = batch.layout
     entries["salt"] = batch.salt
-    entries["time"] = int(time.time())
+    entries["time"] = coarse_time()
     entries["codec"] = CODEC_RAW
     entries["algorithm"] = ALGORITHM_BLAKE3
     entries["kind"] = KIND_RECORD
@@ -143,7 +143,7 @@ def tombstones(records: Sequence[Record]) -> Entries:
     """``ENTRY`` array that declares records dead."""
     entries = np.zeros(len(records), dtype=ENTRY)
     entries["kind"] = KIND_TOMBSTONE
-    entries["time"] = int(time.time())
+    entries["time"] = coarse_time()
     for at, (owner, entry) in enumerate(records):
         entries["payload_checksum"][at] = np.void(owner)
         for name in ("key", "segment", "slot"):

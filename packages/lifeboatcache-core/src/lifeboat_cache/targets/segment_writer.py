@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.format.access import ACCESS_BYTES, pack_accesses
 from lifeboat_cache.format.header import (
     HEADER_BYTES,
@@ -139,7 +140,7 @@ class SegmentWriter(TargetWriter):
             raise
 
     def _header(self, magic: bytes, segment: int = 0) -> bytes:
-        return FileHeader(magic, self._namespace, self.writer, segment, int(time.time())).pack()
+        return FileHeader(magic, self._namespace, self.writer, segment, coarse_time()).pack()
 
     def append(self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]) -> list[int]:
         count = len(blocks)
