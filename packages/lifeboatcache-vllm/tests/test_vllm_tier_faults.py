@@ -159,6 +159,37 @@ def test_a_load_that_cannot_be_started_is_a_miss_for_the_rest_of_the_request(
     second.manager.on_request_finished(context)
 
 
+@pytest.mark.parametrize("promotion", [True, False])
+@pytest.mark.parametrize(
+    ("count", "rows", "good"),
+    [
+        (0, np.zeros(0, dtype=np.int32), True),
+        (2, np.array([3, 1], dtype=np.int64), True),
+        (2, [3, 1], True),
+        (2, (63, 0), True),
+        (2, [0, 64], False),
+        (2, [-1, 0], False),
+        (2, [0], False),
+    ],
+    ids=["none", "int64", "list", "last", "beyond", "before", "too-few"],
+)
+def test_a_job_touches_rows_of_the_cpu_tier_only(
+    engine: OpenEngine, stored: Any, count: int, rows: Any, good: bool, promotion: bool
+) -> None:
+    keys, _ = stored
+    second = ready(engine(rows=64))
+    context = second.request(keys)
+    wanted = keys[:count] if promotion else offload_keys(count, seed=77)
+    job = TransferJob(
+        job_id=9, keys=wanted, chunk_ids=rows, is_promotion=promotion, req_context=context
+    )
+    (second.tier.submit_load if promotion else second.tier.submit_store)(job)
+    second.tier.drain_jobs()
+    assert [(r.job_id, r.success) for r in second.tier.get_finished_jobs()] == [(9, good)]
+    assert not second.tier.has_pending_work()
+    second.manager.on_request_finished(context)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_job_is_reported_once_however_late_an_adapter_is_confirmed(
     engine: OpenEngine, stored: Any, monkeypatch: pytest.MonkeyPatch, allowed: bool

@@ -257,8 +257,11 @@ class LifeboatTier(SecondaryTierManager):
             if target is None or request is None or self._closed:
                 self._refuse(job.job_id, keys, store)
                 return
+            rows = np.asarray(job.chunk_ids, dtype=np.int64)
+            if bool(((rows < 0) | (rows >= self._rows)).any()):
+                raise ValueError(f"vLLM's job {job.job_id} names rows that its CPU tier has not")
             buffers = BlockBuffers.from_rows(
-                self._base, self._row_bytes, job.chunk_ids, self._row_bytes, self._primary_kv_view
+                self._base, self._row_bytes, rows, self._row_bytes, self._primary_kv_view
             )
             if store:
                 self._epoch_used = True
