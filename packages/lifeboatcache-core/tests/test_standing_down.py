@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -208,6 +209,46 @@ def test_writer_that_cannot_start_is_tried_again_later(
     monkeypatch.setattr(store, "_writer_retry", 0.0)
     assert ended(store.store(batch(1))) == [Outcome.OK]
     assert store.close()
+
+
+def test_trouble_that_goes_on_is_said_once(
+    root: Path,
+    namespace: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(self: object, of: Namespace) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", f"{time.monotonic()}.lock")
+
+    store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1)
+    assert store.wait_recovered(60)
+    monkeypatch.setattr(FilesystemTarget, "writer", full)
+    for number in range(5):
+        store._writer_retry = 0.0
+        assert ended(store.store(batch(number))) == [Outcome.FAILED]
+    assert store.close()
+    assert len([r for r in caplog.records if "cannot write to" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("capacity", "reserve", "remedy"), [(1, 0, "capacity_gb"), (None, 1 << 60, "min_free_gb")]
+)
+def test_a_full_store_says_so_once(
+    root: Path,
+    namespace: Namespace,
+    caplog: pytest.LogCaptureFixture,
+    capacity: int | None,
+    reserve: int,
+    remedy: str,
+) -> None:
+    target = FilesystemTarget(root, capacity=capacity, reserve=reserve)
+    store = BlockStore(namespace, [target], io_workers=1)
+    assert store.wait_recovered(60)
+    for number in range(5):
+        assert ended(store.store(batch(number))) in ([Outcome.FULL], [Outcome.RESERVE])
+    assert store.close()
+    (line,) = (r.getMessage() for r in caplog.records if "not kept" in r.getMessage())
+    assert remedy in line
 
 
 def test_callback_that_raises_does_not_stop_the_store(root: Path, namespace: Namespace) -> None:

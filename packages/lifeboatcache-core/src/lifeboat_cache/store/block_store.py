@@ -50,6 +50,9 @@ _ACCESS_S = 20.0
 #: After a writer could not be started, stores fail for so many seconds.
 _WRITER_RETRY_S = 5.0
 
+#: What repeats is said again after so many seconds.
+_SAY_AGAIN_S = 600.0
+
 #: Default bound of bytes waiting to be written.
 DEFAULT_PENDING_BYTES = 2 << 30
 
@@ -119,6 +122,7 @@ class BlockStore:
         self._writer: TargetWriter | None = None
         self._writer_lock = threading.Lock()
         self._writer_retry = 0.0
+        self._said: dict[str, float] = {}
         self._waiting: list[Job] = []  # stores that came before the target was known
         self._jobs: set[Job] = set()
         self._finished: deque[Job] = deque()
@@ -435,6 +439,8 @@ class BlockStore:
 
     def _complete(self, job: Job, reserved: int) -> None:
         self._counters.job(job.kind, job.outcomes.tolist(), job.bytes_moved, job.seconds)
+        if job.kind == "store":
+            self._say_full(job)
         if not job.polled:
             try:
                 job.publish()
@@ -485,6 +491,30 @@ class BlockStore:
                 self._complete(job, size)
 
         return run
+
+    def _news(self, what: str) -> bool:
+        """Whether something has not been said for a while."""
+        now = time.monotonic()
+        with self._lock:
+            known = now - self._said.get(what, -_SAY_AGAIN_S) < _SAY_AGAIN_S
+            if not known:
+                self._said[what] = now
+        return not known
+
+    def _say_full(self, job: Job) -> None:
+        where = self._target.location if self._target else "?"
+        if (job.outcomes == Outcome.FULL).any() and self._news("full"):
+            _log.warning(
+                "LifeboatCache: %s has reached its capacity, new blocks are not kept: raise "
+                "capacity_gb, or run `lifeboat-cache purge --older-than 7d`",
+                where,
+            )
+        if (job.outcomes == Outcome.RESERVE).any() and self._news("reserve"):
+            _log.warning(
+                "LifeboatCache: the disk of %s has less free than min_free_gb, new blocks are not "
+                "kept: free space, or run `lifeboat-cache purge --older-than 7d`",
+                where,
+            )
 
     # Storing ----------------------------------------------------------------
 
@@ -544,7 +574,9 @@ class BlockStore:
                 self._writer = target.writer(namespace)
             except (OSError, LifeboatError) as exc:
                 self._writer_retry = time.monotonic() + _WRITER_RETRY_S
-                _log.warning("LifeboatCache: cannot write to %s: %s", target.location, exc)
+                # Not by its text, which may name another file each time.
+                if self._news(f"writer {type(exc).__name__} {getattr(exc, 'errno', None)}"):
+                    _log.warning("LifeboatCache: cannot write to %s: %s", target.location, exc)
             return self._writer
 
     # Loading ----------------------------------------------------------------
