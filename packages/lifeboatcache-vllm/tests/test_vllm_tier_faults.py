@@ -63,6 +63,7 @@ def start(engine: Engine, keys: Sequence[bytes], context: Any, steps: int = 40) 
         slow_step(engine)
         if LookupResult.RETRY in answers:
             assert engine.tier.store.wait_recovered(30)
+            time.sleep(0.03)  # an answer that is not final is asked for again after 20 ms
         elif LookupResult.HIT_PENDING not in answers:
             hits = [answer is LookupResult.HIT for answer in answers]
             return [key for key, hit in zip(keys, hits, strict=False) if hit]
@@ -117,6 +118,40 @@ def test_a_request_whose_chunks_are_evicted_before_their_use_starts(
     else:
         raise AssertionError("loaded and evicted, round and round")
     small.manager.on_request_finished(context)
+
+
+def test_a_request_that_waits_for_recovery_does_not_ask_at_every_step(
+    engine: OpenEngine, stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An idle engine steps thousands of times a second.
+    keys, _ = stored
+    release = threading.Event()
+    original = vllm_namespace.find_namespace
+
+    def find(*args: Any) -> Any:
+        release.wait(30)
+        return original(*args)
+
+    monkeypatch.setattr(vllm_tier, "find_namespace", find)
+    second = engine()
+    asked: list[int] = []
+    original_lookup = second.tier.store.lookup
+
+    def lookup(names: Sequence[bytes]) -> Any:
+        asked.append(len(names))
+        return original_lookup(names)
+
+    monkeypatch.setattr(second.tier.store, "lookup", lookup)
+    context = second.request(keys)
+    began = time.monotonic()
+    for _ in range(500):
+        assert ask(second, keys, context) == [LookupResult.RETRY] * COUNT
+        second.step()
+    assert len(asked) <= 1 + (time.monotonic() - began) / 0.02
+    assert asked[0] == COUNT
+    release.set()
+    assert start(second, keys, context) == keys
+    second.manager.on_request_finished(context)
 
 
 def test_a_preempted_request_is_restored_again(engine: OpenEngine, stored: Any) -> None:

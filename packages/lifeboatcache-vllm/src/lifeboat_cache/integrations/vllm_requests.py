@@ -20,6 +20,9 @@ __all__ = ["KeyFacts", "RequestKeys", "split_key"]
 #: or was preempted may meanwhile find more).
 _FRESH_S = 1.0
 
+#: The same while some answer is not final: steps without work follow each other fast.
+_OPEN_FRESH_S = 0.02
+
 #: vLLM's offload key is a block hash and four bytes of group index.
 _GROUP_BYTES = 4
 
@@ -92,7 +95,7 @@ class RequestKeys:
         self._parents: dict[bytes, bytes] = {}
         self._related = 0  # how many keys _parents was made from
         self._answers: dict[bytes, int] = {}
-        self._asked = 0.0
+        self._asked = -_FRESH_S
         self._step = -1
         self._open = True  # whether some answer was not final
 
@@ -155,7 +158,8 @@ class RequestKeys:
         """
         now = time.monotonic()
         known = self._answers.get(key)
-        stale = step != self._step and (self._open or now - self._asked > _FRESH_S)
+        fresh = _OPEN_FRESH_S if self._open else _FRESH_S
+        stale = step != self._step and now - self._asked > fresh
         self._step = step
         if known is None or stale:
             wanted = list(self.positions())
