@@ -283,6 +283,8 @@ def test_a_tier_that_cannot_start_stands_down(
     keys = offload_keys(3)
     first.store(keys, random_chunks(3, ROW))
     assert first.restore(offload_keys(3, seed=8)) == {}
+    stats = first.manager.get_stats().data["data"]
+    assert stats["lifeboat_store_blocks_dropped"] == {("disabled",): 3}
 
 
 def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -70,6 +70,10 @@ class TierMetrics:
         self._add(_STORED_BYTES if storing else _LOADED_BYTES, job.bytes_moved)
         self._add(_STORE_SECONDS if storing else _LOAD_SECONDS, job.seconds)
 
+    def disabled(self, chunks: int) -> None:
+        """Account for chunks that were to be stored without a store."""
+        self._add(_STORE_DROPS, chunks, (Outcome.DISABLED.name.lower(),))
+
     def take(self, store: BlockStore | None) -> Any:
         """VLLM's stats object with everything since the last call, ``None`` if nothing."""
         indexed = len(store) if store is not None else 0

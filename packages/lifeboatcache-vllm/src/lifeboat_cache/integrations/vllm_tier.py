@@ -108,6 +108,7 @@ class LifeboatTier(SecondaryTierManager):
         self._live: set[str] = set()
         self._requests: dict[str, RequestKeys] = {}
         self._step = 0
+        self._said_small = False
         self._held = (0, 0.0)  # step and time until which nothing is offered
         # Jobs without a result yet; the value says whether the store has them.
         self._jobs: dict[int, bool] = {}
@@ -229,11 +230,22 @@ class LifeboatTier(SecondaryTierManager):
             pending = vllm_lora.pending(req_context)
             return LookupResult.RETRY if pending else LookupResult.MISS
         answer = request.answer(key, self._step, store.lookup)
-        if answer == Lookup.HIT and request.promotions.offer(key, self._step):
-            return LookupResult.HIT
+        if answer == Lookup.HIT:
+            if request.promotions.offer(key, self._step):
+                return LookupResult.HIT
+            self._say_small()
         if answer == Lookup.RETRY and time.monotonic() - request.started < self._wait_s:
             return LookupResult.RETRY
         return LookupResult.MISS
+
+    def _say_small(self) -> None:
+        if not self._said_small:
+            self._said_small = True
+            _log.warning(
+                "LifeboatCache: vLLM's CPU tier of %d chunks is too small for a prompt whose KV is "
+                "on storage: the rest of it is computed; raise engine.native_cpu_gb",
+                self._rows,
+            )
 
     # Jobs -------------------------------------------------------------------
 
@@ -337,6 +349,8 @@ class LifeboatTier(SecondaryTierManager):
             job_id, keys, store = self._refused.popleft()
             if not store:
                 self._miss(keys)
+            elif self._store is None:
+                self._metrics.disabled(len(keys))
             results.append(JobResult(job_id=job_id, success=False))
         while self._done:
             job_id, keys, target, job = self._done.popleft()
