@@ -293,6 +293,21 @@ def test_a_failing_confirmation_does_not_end_the_thread(
 # The hooks ----------------------------------------------------------------------
 
 
+def test_a_thread_that_cannot_start_is_tried_again(
+    watch: AdapterWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = lora(write_adapter(tmp_path / "a"))
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            attached(watch, adapter)
+    assert settled(watch, adapter) is not None
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand-ins for the two modules that are hooked."""

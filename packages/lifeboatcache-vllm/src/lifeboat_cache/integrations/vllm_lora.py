@@ -236,14 +236,14 @@ class AdapterWatch:
 
     def _check(self, adapter: _Adapter) -> None:
         """Have the thread look at an adapter, unless it is about to anyway."""
-        if adapter.queued:
-            return
-        adapter.queued = True
-        self._queue.put(adapter)
         if self._thread is None:
             # A daemon, since it may hang with a mount.
-            self._thread = threading.Thread(target=self._run, name="lifeboat-adapters", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="lifeboat-adapters", daemon=True)
+            thread.start()  # may fail; the next question then tries again
+            self._thread = thread
+        if not adapter.queued:
+            adapter.queued = True
+            self._queue.put(adapter)
 
     # On the thread ------------------------------------------------------------
 
