@@ -18,14 +18,15 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
     """Return a function that lets pytest end with given codes and returns its arguments."""
     monkeypatch.setenv("LIFEBOAT_DEV_HOME", str(tmp_path))
     monkeypatch.setattr(testing, "make_model", lambda: tmp_path)
+    monkeypatch.setattr(testing, "make_next_vllm", lambda: tmp_path / "next")
     monkeypatch.setattr(testing._Suite, "python", lambda _: tmp_path / "python")
     commands: list[list[str]] = []
 
     def prepare(*codes: int) -> list[list[str]]:
         left = list(codes)
 
-        def pretend(command: list[str | Path], **_: object) -> int:
-            words = [str(word) for word in command]
+        def pretend(command: list[str | Path], *, env: dict[str, str], **_: object) -> int:
+            words = [*(f"{name}={value}" for name, value in env.items()), *map(str, command)]
             commands.append(words)
             code = left.pop(0)
             if code in (0, 1):
@@ -48,10 +49,19 @@ def test_everything_passes(run_pytest: _Pytest, capsys: pytest.CaptureFixture[st
     assert all("not full" in command for command in commands)
 
 
-def test_full_deselects_nothing(run_pytest: _Pytest) -> None:
-    commands = run_pytest(0, 0, 0, 0)
-    testing.run_tests([], full=True)
+def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
+    run_pytest: _Pytest, tmp_path: Path
+) -> None:
+    commands = run_pytest(0, 0, 0, 0, 0)
+    assert testing.run_tests([], full=True) == 0
     assert not any("not full" in command for command in commands)
+    assert [f"PYTHONPATH={tmp_path / 'next'}" in command for command in commands] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_failure_fails_and_the_rest_still_runs(

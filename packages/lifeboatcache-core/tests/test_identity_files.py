@@ -90,7 +90,11 @@ def test_a_branch_that_does_not_hold_a_commit_is_refused(hub: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b/c", "s3://bucket/model", "-x", "a--b/c", ""])
-def test_what_is_no_model_is_refused(hub: Path, name: str) -> None:
+def test_what_is_no_model_is_refused(
+    hub: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # whatever lies beside the checkout
     with pytest.raises(IdentityError, match="local"):
         resolve_model_dir(name)
 
