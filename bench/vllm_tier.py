@@ -130,11 +130,11 @@ def measure(
                 if what == "load cold":
                     tier.forget()
                 else:
-                    tier.engine.manager.reset_cache()
+                    tier.empty()
                 tier.take_spent()
                 main.take_rate()
                 note(what, tier.load(batch))
-            tier.engine.manager.reset_cache()
+            tier.empty()
             for path in tier.directory.rglob("*.bin"):
                 path.unlink()
 

@@ -32,6 +32,8 @@ _WATCHED = (
     "on_request_finished",
 )
 
+_STEPS_AFTER_RESET = 20
+
 #: No operation here takes so long; one that does hangs.
 _PATIENCE_S = 120.0
 
@@ -212,9 +214,16 @@ class DrivenTier:
         self.engine.manager.on_schedule_end(_STEP_END)
         return sum(self.take_spent().values())
 
+    def empty(self) -> None:
+        """Empty the CPU tier, so that chunks are loaded again."""
+        self.engine.manager.reset_cache()
+        # Our tier offers nothing for some steps: vLLM 0.32's workers might still write.
+        for _ in range(_STEPS_AFTER_RESET):
+            self.engine.manager.on_schedule_end(_STEP_END)
+
     def forget(self) -> None:
         """Empty the CPU tier, and drop the tier's files from the page cache."""
-        self.engine.manager.reset_cache()
+        self.empty()
         forget_pages(self.directory)
 
     def shutdown(self) -> None:
