@@ -43,6 +43,30 @@ def test_chunks_have_about_as_many_tokens_as_asked_for(specs: list[Any], expecte
     assert blocks_per_chunk(256, specs) == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "interval", "expected"),
+    [
+        ([16], 0, 16),
+        ([16], 4096, 16),
+        ([16], 1008, 9),
+        ([16], 16 * 67, 1),
+        ([16, 64], 320, 1),
+        ([16, 64], 512, 4),
+    ],
+)
+def test_chunks_divide_the_retention_interval(
+    sizes: list[int], interval: int, expected: int
+) -> None:
+    # vLLM refuses to start otherwise.
+    assert blocks_per_chunk(256, [spec(size) for size in sizes], interval) == expected
+
+
+def test_the_worker_and_the_engine_core_agree_on_recurrent_layers() -> None:
+    layers = {"a": spec(16, "MambaSpec"), "b": spec(16, "MambaSpec")}
+    of_worker = type("UniformTypeKVCacheSpecs", (), {"block_size": 16, "kv_cache_specs": layers})
+    assert blocks_per_chunk(256, [of_worker()]) == blocks_per_chunk(256, [layers["a"]]) == 1
+
+
 @pytest.fixture
 def created(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What reaches vLLM's own factory through the hook."""

@@ -88,7 +88,12 @@ def _take(config: Any, kv_cache_config: Any) -> None:
     tokens = extra.pop(CHUNK_TOKENS_KEY, None)
     if tokens is not None and not {"block_size", "blocks_per_chunk"} & set(extra):
         groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
-        blocks = blocks_per_chunk(int(tokens), [group.kv_cache_spec for group in groups])
+        cache = getattr(config, "cache_config", None)
+        blocks = blocks_per_chunk(
+            int(tokens),
+            [group.kv_cache_spec for group in groups],
+            getattr(cache, "prefix_cache_retention_interval", None) or 0,
+        )
         extra["blocks_per_chunk"] = blocks
         _fit(config, kv_cache_config, extra)
 
@@ -138,14 +143,34 @@ def fitting_chunk(blocks: int, block_bytes: int, cpu_bytes: int) -> tuple[int, i
     return fitting, max(cpu_bytes, 2 * least * fitting)
 
 
-def blocks_per_chunk(tokens: int, specs: list[Any]) -> int:
+def blocks_per_chunk(tokens: int, specs: list[Any], interval: int = 0) -> int:
     """How many blocks of the engine make up a chunk of about ``tokens`` tokens.
 
     One block per chunk where a group keeps recurrent state: its blocks are long
     already, and only the last state before a boundary exists.
+
+    Parameters
+    ----------
+    tokens
+        What is asked for.
+    specs
+        vLLM's KV cache specification of each group; the engine core has one layer's
+        where a worker has those of all.
+    interval
+        vLLM's ``--prefix-cache-retention-interval``, of which it does not start with
+        chunks that are no divisor; 0 = none.
     """
     sizes = [int(getattr(spec, "block_size", 0)) for spec in specs]
-    recurrent = any("mamba" in type(spec).__name__.lower() for spec in specs)
+    layers = [layer for spec in specs for layer in _layer_specs(spec)]
+    recurrent = any("mamba" in type(layer).__name__.lower() for layer in layers)
     if recurrent or not sizes or min(sizes) <= 0:
         return 1
-    return max(1, tokens // max(sizes))
+    blocks = max(1, tokens // max(sizes))
+    while blocks > 1 and any(interval % (blocks * size) for size in sizes):
+        blocks -= 1
+    return blocks
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    inner = getattr(spec, "kv_cache_specs", None)
+    return list(inner.values()) if isinstance(inner, dict) else [spec]
