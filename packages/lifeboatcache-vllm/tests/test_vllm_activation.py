@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,34 @@ def test_an_api_server_of_several_hosts_stands_down(
     )
     assert config.kv_transfer_config is None
     assert "several hosts" in said(caplog)[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "spread"),
+    [
+        ({}, False),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 4}, False),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, True),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 0}, True),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 2, "local_engines_only": True},
+            False,
+        ),
+        (  # offline: each process has an engine of its own, and no API server
+            {"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_rank_local": 0},
+            False,
+        ),
+    ],
+)
+def test_who_reports_to_an_api_server_elsewhere(fields: dict[str, Any], spread: bool) -> None:
+    assert vllm_activation._spread(SimpleNamespace(**fields)) is spread
+
+
+def test_launches_side_by_side_share_what_is_there() -> None:
+    limits = {"available memory": 100_000_000_000}
+    assert vllm_memory.size_cpu_tier(20_000_000_000, 1, limits).bytes == 20_000_000_000
+    each = vllm_memory.size_cpu_tier(20_000_000_000, 1, limits, launches=8).bytes
+    assert 8 * each <= 60_000_000_000
 
 
 def test_a_fault_of_ours_does_not_stop_the_launch(

@@ -102,8 +102,14 @@ def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int:
         return 0
     reason = _unsupported(config, platform_can_offload)
     if reason is None:
-        ranks = int(getattr(config.parallel_config, "data_parallel_size_local", 1) or 1)
-        tier = size_cpu_tier(loaded.config.engine.native_cpu_bytes, ranks, available_memory())
+        ranks, local = _ranks(config.parallel_config)
+        tier = size_cpu_tier(
+            loaded.config.engine.native_cpu_bytes,
+            local,
+            available_memory(),
+            # Each of them is launched on its own, perhaps on this host and at this time.
+            launches=ranks // max(1, local),
+        )
         if not tier.bytes:
             reason = (
                 f"too little memory for the CPU tier ({tier.reason}): free memory, or enlarge "
@@ -152,15 +158,24 @@ def _set(config: Any, cpu_bytes: int, tokens: int) -> None:
     )
 
 
+def _ranks(parallel: Any) -> tuple[int, int]:
+    """Data-parallel ranks in all, and those of this launch on this host."""
+    ranks = int(getattr(parallel, "data_parallel_size", 1) or 1)
+    return ranks, int(getattr(parallel, "data_parallel_size_local", ranks))
+
+
+def _spread(parallel: Any) -> bool:
+    """Whether engines of several launches, which each decide, report to one API server."""
+    ranks, local = _ranks(parallel)
+    offline = getattr(parallel, "data_parallel_rank_local", None) is not None
+    return local < ranks and not offline and not getattr(parallel, "local_engines_only", False)
+
+
 def _unsupported(config: Any, platform_can_offload: Callable[[], bool]) -> str | None:
     """Why native offloading cannot work for this launch, ``None`` if it can."""
     if not platform_can_offload():
         return "vLLM offloads KV only on CUDA, ROCm and XPU platforms"
-    parallel = config.parallel_config
-    ranks = int(getattr(parallel, "data_parallel_size", 1) or 1)
-    local = int(getattr(parallel, "data_parallel_size_local", ranks))
-    if local < ranks and not getattr(parallel, "local_engines_only", False):
-        # Each host decides for itself, but its engines report to one API server.
+    if _spread(config.parallel_config):
         return (
             "data-parallel ranks of this launch run on several hosts behind one API server, which "
             "have to agree: name the tier in --kv-transfer-config on each, or use "

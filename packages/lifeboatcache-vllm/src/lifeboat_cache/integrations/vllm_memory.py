@@ -104,7 +104,7 @@ def _left(directory: Path, limit: str, usage: str) -> int | None:
         return None
 
 
-def size_cpu_tier(wanted: int, ranks: int, limits: dict[str, int]) -> CpuTier:
+def size_cpu_tier(wanted: int, ranks: int, limits: dict[str, int], launches: int = 1) -> CpuTier:
     """Decide on the size.
 
     Parameters
@@ -115,12 +115,14 @@ def size_cpu_tier(wanted: int, ranks: int, limits: dict[str, int]) -> CpuTier:
         Data-parallel ranks that run on this host.
     limits
         From :func:`available_memory`.
+    launches
+        Launches like this one that may take of the same memory at the same time.
     """
     total, reason = wanted, "engine.native_cpu_gb"
     if limits:
         name = min(limits, key=lambda key: limits[key])
         least = limits[name]
-        usable = least - max(int(least * _SHARE_LEFT), _LEAST_LEFT_BYTES)
+        usable = (least - max(int(least * _SHARE_LEFT), _LEAST_LEFT_BYTES)) // max(1, launches)
         if usable < total:
             total, reason = max(0, usable), f"{name}, {least / 1e9:.1f} GB"
     each = total // max(1, ranks)
