@@ -447,7 +447,7 @@ def test_entries_finished_at_the_last_moment_are_not_lost(
         journal.put(journal.sealed[:384])
         return False
 
-    monkeypatch.setattr("lifeboat_cache.targets.segment_reader.writer_alive", finishes_and_dies)
+    monkeypatch.setattr("lifeboat_cache.targets.journal_reader.writer_alive", finishes_and_dies)
     assert journal.poll() == ([0, 1, 2], 0)
     journal.writer.close()
 
