@@ -232,7 +232,7 @@ def test_an_unverified_model_never_shares_with_an_identified_one(model: Path) ->
 def test_what_does_not_change_kv_shares(
     model: Path, expected: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_lora, "_installed", True)
+    monkeypatch.setattr(vllm_lora, "_hook_problem", None)
     assert digest(model, **options) == expected
 
 
@@ -316,7 +316,7 @@ def test_engines_that_cannot_share_say_why(
     model: Path, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    monkeypatch.setattr(vllm_lora, "_installed", False)
+    monkeypatch.setattr(vllm_lora, "_hook_problem", "no hook")
     with pytest.raises(IdentityError, match=words):
         digest(model, **options)
 
@@ -395,8 +395,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for method in (*vllm_epoch._REASONS, "add_lora"):
         monkeypatch.setattr(EngineCore, method, getattr(EngineCore, method))
     monkeypatch.setattr(scheduler, "_create_req_context", scheduler._create_req_context)
-    for attribute in ("_installed", "_serving", "_settings", "_watch"):
-        monkeypatch.setattr(vllm_lora, attribute, getattr(vllm_lora, attribute))
+    monkeypatch.setattr(vllm_lora, "_hook_problem", None)
     monkeypatch.setattr(vllm_lora, "_watch", vllm_lora.AdapterWatch())
     reasons: list[str] = []
     monkeypatch.setattr(vllm_epoch, "_listeners", [])
@@ -474,4 +473,4 @@ def test_real_requests_carry_their_adapter(
     assert context.req_id == "r"
     assert vllm_lora.lora_of(context) == (str(tmp_path) if adapter else None)
     if not adapter:
-        assert vllm_lora.key_space(context) == b""
+        assert vllm_lora.watch().key_space(context) == b""

@@ -294,9 +294,9 @@ def test_a_draft_model_that_cannot_be_identified_stands_down() -> None:
 
 def test_adapters_without_the_hooks_stand_down(monkeypatch: pytest.MonkeyPatch) -> None:
     serving = engine(lora_config=SimpleNamespace())
-    monkeypatch.setattr(vllm_lora, "_installed", False)
+    monkeypatch.setattr(vllm_lora, "_hook_problem", "no hook")
     assert standdown_reason(serving, offloading()) is not None
-    monkeypatch.setattr(vllm_lora, "_installed", True)
+    monkeypatch.setattr(vllm_lora, "_hook_problem", None)
     assert standdown_reason(serving, offloading()) is None
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from lifeboat_cache.identity import AdapterIdentity, adapter_identity
 from lifeboat_cache.integrations import vllm_lora
-from lifeboat_cache.integrations.vllm_lora import AdapterRef, AdapterWatch
+from lifeboat_cache.integrations.vllm_lora import AdapterRef, AdapterWatch, EngineAdapters
 
 T = TypeVar("T")
 
@@ -74,9 +74,7 @@ def until(question: Callable[[], T]) -> T:
 def watch(monkeypatch: pytest.MonkeyPatch) -> AdapterWatch:
     made = AdapterWatch(wait_s=60.0)
     monkeypatch.setattr(vllm_lora, "_watch", made)
-    monkeypatch.setattr(vllm_lora, "_installed", True)
-    monkeypatch.setattr(vllm_lora, "_serving", True)
-    monkeypatch.setattr(vllm_lora, "_settings", vllm_lora.settings_digest(None))
+    monkeypatch.setattr(vllm_lora, "_hook_problem", None)
     return made
 
 
@@ -86,23 +84,26 @@ def attached(watch: AdapterWatch, request: Any) -> Context:
     return context
 
 
-def settled(watch: AdapterWatch, request: Any) -> bytes | None:
+def settled(
+    watch: AdapterWatch, request: Any, engine: EngineAdapters | None = None
+) -> bytes | None:
     """The key space of a new request once it is no longer pending."""
     context = attached(watch, request)
-    until(lambda: not vllm_lora.pending(context))
-    return vllm_lora.key_space(context)
+    adapters = engine or EngineAdapters(SERVING)
+    until(lambda: not adapters.pending(context))
+    return adapters.key_space(context)
 
 
 def test_a_request_without_an_adapter_has_the_empty_space(watch: AdapterWatch) -> None:
     context = attached(watch, None)
-    assert vllm_lora.key_space(context) == b""
+    assert EngineAdapters(SERVING).key_space(context) == b""
     assert vllm_lora.lora_of(context) is None
-    assert not vllm_lora.pending(context)
+    assert not EngineAdapters(SERVING).pending(context)
 
 
 def test_a_context_that_nobody_marked_is_unknown(watch: AdapterWatch) -> None:
-    assert vllm_lora.key_space(Context()) is None
-    assert not vllm_lora.pending(Context())
+    assert EngineAdapters(SERVING).key_space(Context()) is None
+    assert not EngineAdapters(SERVING).pending(Context())
 
 
 def test_an_adapter_is_known_by_content(watch: AdapterWatch, tmp_path: Path) -> None:
@@ -126,11 +127,11 @@ def test_it_is_pending_until_it_is_known(
 
     monkeypatch.setattr(watch, "_identify", identify)
     context = attached(watch, lora(write_adapter(tmp_path)))
-    assert vllm_lora.key_space(context) is None
-    assert vllm_lora.pending(context)
+    assert EngineAdapters(SERVING).key_space(context) is None
+    assert EngineAdapters(SERVING).pending(context)
     allowed.set()
-    assert until(lambda: vllm_lora.key_space(context))
-    assert not vllm_lora.pending(context)
+    assert until(lambda: EngineAdapters(SERVING).key_space(context))
+    assert not EngineAdapters(SERVING).pending(context)
 
 
 def test_pending_ends_even_if_the_files_never_answer(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_every_request_looks_at_the_files_again(watch: AdapterWatch, tmp_path: P
     known = settled(watch, lora(directory))
     first = attached(watch, lora(directory))
     until(lambda: not watch.pending(first))
-    assert vllm_lora.key_space(first) == known
+    assert EngineAdapters(SERVING).key_space(first) == known
     write_adapter(directory, fill=9)
     assert settled(watch, lora(directory)) is None, "the engine may hold either"
     write_adapter(directory)
@@ -170,13 +171,13 @@ def test_what_was_known_before_a_request_came_does_not_answer_it(
         began.set()
         assert allowed.wait(60)
 
-    vllm_lora.confirm(attached(watch, lora(directory)), hold)
+    EngineAdapters(SERVING).confirm(attached(watch, lora(directory)), hold)
     assert began.wait(60)
     context = attached(watch, lora(directory))
-    assert vllm_lora.key_space(context) is None
-    assert vllm_lora.pending(context)
+    assert EngineAdapters(SERVING).key_space(context) is None
+    assert EngineAdapters(SERVING).pending(context)
     allowed.set()
-    assert until(lambda: vllm_lora.key_space(context)) == known
+    assert until(lambda: EngineAdapters(SERVING).key_space(context)) == known
 
 
 def test_a_changed_configuration_is_a_change(watch: AdapterWatch, tmp_path: Path) -> None:
@@ -217,22 +218,41 @@ def test_what_cannot_be_read_is_unknown(watch: AdapterWatch, tmp_path: Path) -> 
     assert settled(watch, lora("s3://bucket/adapter", name="c")) is None
 
 
-def test_how_adapters_are_applied_counts(
-    watch: AdapterWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_engines_of_one_process_that_apply_adapters_otherwise_do_not_share(
+    watch: AdapterWatch, tmp_path: Path
 ) -> None:
+    # Both exist at the same time: what one has must not depend on who came last.
     directory = write_adapter(tmp_path)
-    found = set()
-    for dtype in ("float16", "bfloat16"):
-        settings = vllm_lora.settings_digest(SimpleNamespace(lora_dtype=dtype, max_loras=4))
-        monkeypatch.setattr(vllm_lora, "_settings", settings)
-        found.add(settled(watch, lora(directory)))
-    assert len(found) == 2
+    engines = [
+        EngineAdapters(SimpleNamespace(lora_dtype=dtype, max_loras=4))
+        for dtype in ("float16", "bfloat16")
+    ]
+    first, second = (settled(watch, lora(directory), engine) for engine in engines)
+    assert None not in (first, second)
+    assert first != second
+    assert settled(watch, lora(directory), engines[0]) == first
+    same = EngineAdapters(SimpleNamespace(lora_dtype="float16", max_loras=4))
+    assert settled(watch, lora(directory), same) == first
+
+
+def test_expert_weights_that_are_read_otherwise_are_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two processes, each of which reads the same files in its own way.
+    directory = write_adapter(tmp_path)
+    found = []
+    monkeypatch.setattr(vllm_lora, "_hook_problem", None)
+    for stacked in (False, True):
+        watch = AdapterWatch(wait_s=60.0)
+        monkeypatch.setattr(vllm_lora, "_watch", watch)
+        found.append(settled(watch, lora(directory, is_3d_lora_weight=stacked)))
     assert None not in found
+    assert found[0] != found[1]
 
 
 def confirmed(context: Context) -> bool:
     answers: list[bool] = []
-    vllm_lora.confirm(context, answers.append)
+    EngineAdapters(SERVING).confirm(context, answers.append)
     until(lambda: answers)
     (answer,) = answers
     return answer
@@ -252,8 +272,8 @@ def test_confirmation_tells_whether_the_files_are_still_the_same(
 
 def test_confirmation_is_immediate_without_an_adapter(watch: AdapterWatch) -> None:
     answers: list[bool] = []
-    vllm_lora.confirm(attached(watch, None), answers.append)
-    vllm_lora.confirm(Context(), answers.append)
+    EngineAdapters(SERVING).confirm(attached(watch, None), answers.append)
+    EngineAdapters(SERVING).confirm(Context(), answers.append)
     assert answers == [True, False]
 
 
@@ -286,7 +306,7 @@ def test_a_failing_confirmation_does_not_end_the_thread(
     def broken(answer: bool) -> None:
         raise RuntimeError("of the caller")
 
-    vllm_lora.confirm(attached(watch, lora(directory)), broken)
+    EngineAdapters(SERVING).confirm(attached(watch, lora(directory)), broken)
     assert confirmed(attached(watch, lora(directory)))
 
 
@@ -327,28 +347,26 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     core.EngineCore = EngineCore  # type: ignore[attr-defined]
     for module in (offloading, scheduler, core):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(vllm_lora, "_installed", False)
-    monkeypatch.setattr(vllm_lora, "_serving", False)
-    monkeypatch.setattr(vllm_lora, "_settings", None)
+    monkeypatch.setattr(vllm_lora, "_hook_problem", "they are not watched in this process")
     monkeypatch.setattr(vllm_lora, "_watch", AdapterWatch(wait_s=60.0))
     return SimpleNamespace(scheduler=scheduler, EngineCore=EngineCore)
 
 
 def test_the_hooks_mark_every_request(vllm: SimpleNamespace, tmp_path: Path) -> None:
-    assert vllm_lora.unavailable_reason() is not None
-    vllm_lora.install(SERVING)
-    vllm_lora.install(SERVING)
-    assert vllm_lora.unavailable_reason() is None
+    assert EngineAdapters(SERVING).problem is not None
+    vllm_lora.install()
+    vllm_lora.install()
+    assert EngineAdapters(SERVING).problem is None
     plain = vllm.scheduler._create_req_context(SimpleNamespace(lora_request=None))
-    assert vllm_lora.key_space(plain) == b""
+    assert EngineAdapters(SERVING).key_space(plain) == b""
     request = SimpleNamespace(lora_request=lora(write_adapter(tmp_path)))
     context = vllm.scheduler._create_req_context(request)
     assert vllm_lora.lora_of(context) == str(tmp_path)
-    assert until(lambda: vllm_lora.key_space(context))
+    assert until(lambda: EngineAdapters(SERVING).key_space(context))
 
 
 def test_an_adapter_counts_from_when_it_is_loaded(vllm: SimpleNamespace, tmp_path: Path) -> None:
-    vllm_lora.install(SERVING)
+    vllm_lora.install()
     directory = write_adapter(tmp_path)
     request = lora(directory)
     assert vllm.EngineCore().add_lora(request) == "loaded a"
@@ -356,39 +374,50 @@ def test_an_adapter_counts_from_when_it_is_loaded(vllm: SimpleNamespace, tmp_pat
     until(lambda: adapter.digest)
     write_adapter(directory, fill=7)
     context = vllm.scheduler._create_req_context(SimpleNamespace(lora_request=request))
-    until(lambda: not vllm_lora.pending(context))
-    assert vllm_lora.key_space(context) is None, "the engine holds what was there before"
+    until(lambda: not EngineAdapters(SERVING).pending(context))
+    assert EngineAdapters(SERVING).key_space(context) is None, (
+        "the engine holds what was there before"
+    )
 
 
 def test_a_request_that_cannot_be_understood_is_served_and_unknown(vllm: SimpleNamespace) -> None:
-    vllm_lora.install(SERVING)
+    vllm_lora.install()
     context = vllm.scheduler._create_req_context(SimpleNamespace())
-    assert vllm_lora.key_space(context) is None
+    assert EngineAdapters(SERVING).key_space(context) is None
     assert vllm.EngineCore().add_lora(SimpleNamespace(lora_name="x")) == "loaded x"
 
 
 def test_another_vllm_leaves_the_hooks_out(vllm: SimpleNamespace) -> None:
     del vllm.scheduler._create_req_context
     vllm_lora.install()
-    assert vllm_lora.unavailable_reason() is not None
-    assert vllm_lora.key_space(Context()) == b"", "engines with adapters stand down as a whole"
+    assert vllm_lora.hook_problem() is not None
+    serving = EngineAdapters(SERVING)
+    assert serving.problem is not None
+    assert "without LifeboatCache" in serving.problem
+    assert serving.key_space(Context()) is None
+    assert not serving.pending(Context())
+    answers: list[bool] = []
+    serving.confirm(Context(), answers.append)
+    assert answers == [False]
+    assert EngineAdapters(None).key_space(Context()) == b""
 
 
 def test_an_engine_without_adapters_needs_no_marks(vllm: SimpleNamespace) -> None:
-    vllm_lora.install(None)
-    assert vllm_lora.key_space(Context()) == b""
+    vllm_lora.install()
+    plain, serving = EngineAdapters(None), EngineAdapters(SERVING)
+    assert plain.key_space(Context()) == b""
     answers: list[bool] = []
-    vllm_lora.confirm(Context(), answers.append)
+    plain.confirm(Context(), answers.append)
     assert answers == [True]
-    vllm_lora.install(SERVING)
-    assert vllm_lora.key_space(Context()) is None
-    vllm_lora.install(None)
-    assert vllm_lora.key_space(Context()) is None, "another engine of the process serves some"
+    assert serving.key_space(Context()) is None, "another engine of the process serves some"
 
 
-def test_settings_without_a_spelling_stand_down_and_break_nothing(vllm: SimpleNamespace) -> None:
-    vllm_lora.install(SimpleNamespace(target_modules=object()))
-    assert vllm_lora.unavailable_reason() is not None
+def test_settings_without_a_spelling_keep_only_their_engine_out(vllm: SimpleNamespace) -> None:
+    vllm_lora.install()
+    odd = EngineAdapters(SimpleNamespace(target_modules=object()))
+    assert odd.problem is not None
+    assert odd.key_space(Context()) is None
+    assert EngineAdapters(SERVING).problem is None
 
 
 def test_references_hold_what_decides_the_content() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -239,7 +241,7 @@ def test_a_job_is_reported_once_however_late_an_adapter_is_confirmed(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(vllm_lora, "lora_of", lambda _context: "an adapter")
-    monkeypatch.setattr(vllm_lora, "confirm", confirm)
+    monkeypatch.setattr(second.tier._adapters, "confirm", confirm)
     context = second.request(keys)
     rows = np.arange(2, dtype=np.int32)
     fresh = offload_keys(2, seed=31)
@@ -381,3 +383,41 @@ def test_a_reset_does_not_wait_for_ever_for_the_models_identity(
     assert not hung
     assert not first.manager.has_pending_work()
     first.manager.on_request_finished(context)
+
+
+def test_engines_of_one_process_that_apply_adapters_otherwise_find_nothing_of_each_other(
+    engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The settings were the process's, so that the engine created last decided for all.
+    monkeypatch.setattr(vllm_lora, "_hook_problem", None)
+    monkeypatch.setattr(vllm_lora, "_watch", vllm_lora.AdapterWatch())
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text("{}")
+    header = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    weights = len(header).to_bytes(8, "little") + header + b"\x01"
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        os.utime(directory / name, (1, 1))
+    request = SimpleNamespace(lora_name="a", lora_path=str(directory))
+
+    def start(dtype: str) -> Engine:
+        config = SimpleNamespace(lora_config=SimpleNamespace(lora_dtype=dtype))
+        handed = SimpleNamespace(vllm_config=config)
+        monkeypatch.setattr(vllm_tier, "engine_config", lambda _engine_id: handed)
+        return ready(engine())
+
+    def names(one: Engine) -> list[bytes]:
+        context = one.request(keys)
+        vllm_lora.watch().attach(context, request)
+        limit = time.monotonic() + 60
+        while (found := one.tier._keys_of(context)) is None:
+            assert time.monotonic() < limit
+            time.sleep(0.002)
+        one.manager.on_request_finished(context)
+        return list(found.store_keys(keys))
+
+    keys = offload_keys(3)
+    first, second, third = start("float16"), start("bfloat16"), start("float16")
+    assert not set(names(first)) & set(names(second))
+    assert names(first) == names(third)

@@ -83,7 +83,7 @@ def _take(config: Any, kv_cache_config: Any) -> None:
     if transfer is None or not engine_id:
         return
     _known[engine_id] = EngineConfig(config, kv_cache_config)
-    vllm_lora.install(getattr(config, "lora_config", None))
+    vllm_lora.install()
     extra = transfer.kv_connector_extra_config
     tokens = extra.pop(CHUNK_TOKENS_KEY, None)
     if tokens is not None and not {"block_size", "blocks_per_chunk"} & set(extra):

@@ -46,14 +46,12 @@ from lifeboat_cache.integrations.vllm_identity_fields import select_fields
 __all__ = [
     "AdapterRef",
     "AdapterWatch",
-    "confirm",
+    "EngineAdapters",
     "expire",
+    "hook_problem",
     "install",
-    "key_space",
     "lora_of",
-    "pending",
     "settings_digest",
-    "unavailable_reason",
     "watch",
 ]
 
@@ -167,7 +165,7 @@ class AdapterWatch:
             self.seen(ref)
 
     def key_space(self, context: Any) -> bytes | None:
-        """See :func:`key_space`."""
+        """See :meth:`EngineAdapters.key_space`; the digest of the adapter alone."""
         state = context.get_state(_OfRequest)
         if state is None or not state.known:
             return None
@@ -177,10 +175,12 @@ class AdapterWatch:
             adapter = self._adapters.get((state.adapter.name, state.adapter.path))
             if adapter is None or adapter.unknown or adapter.checked_from < state.since:
                 return None
-            return adapter.digest
+            # The same files mean other weights when their expert weights are read otherwise.
+            digest, stacked = adapter.digest, state.adapter.three_dimensional
+        return digest + b"3d" if digest is not None and stacked else digest
 
     def pending(self, context: Any) -> bool:
-        """See :func:`pending`."""
+        """See :meth:`EngineAdapters.pending`."""
         state = context.get_state(_OfRequest)
         if state is None or not state.known or state.adapter is None:
             return False
@@ -195,7 +195,7 @@ class AdapterWatch:
             )
 
     def confirm(self, context: Any, then: Callable[[bool], None]) -> None:
-        """See :func:`confirm`."""
+        """See :meth:`EngineAdapters.confirm`."""
         state = context.get_state(_OfRequest)
         if state is None or not state.known:
             then(False)
@@ -299,14 +299,17 @@ def _directory(path: str) -> Path:
 
 
 _watch = AdapterWatch()
-_settings: bytes | None = None
-_installed = False
-_serving = False  # whether an engine of this process serves adapters
+_hook_problem: str | None = "they are not watched in this process"
 
 
 def watch() -> AdapterWatch:
     """The watch that vLLM's hooks report to."""
     return _watch
+
+
+def hook_problem() -> str | None:
+    """Why adapters cannot be followed in this process; ``None`` if they are."""
+    return _hook_problem
 
 
 def settings_digest(lora_config: Any) -> bytes:
@@ -321,30 +324,22 @@ def settings_digest(lora_config: Any) -> bytes:
     return blake3(json.dumps(kept, sort_keys=True).encode()).digest()
 
 
-def install(lora_config: Any = None) -> None:
-    """Watch vLLM's requests for adapters. Idempotent; call it in the engine core.
-
-    Parameters
-    ----------
-    lora_config
-        vLLM's ``LoRAConfig``, if the engine serves adapters.
-    """
-    global _installed, _serving, _settings
-    _serving = _serving or lora_config is not None
+def install() -> None:
+    """Watch the adapters of this process's requests. Idempotent; call it in the engine core."""
+    global _hook_problem
     try:
-        _settings = settings_digest(lora_config)
         _hook_contexts()
         _hook_loading()
     except Exception as exc:
-        # The engine goes on; `unavailable_reason` then keeps its KV out of the cache.
-        _installed = False
+        # The engine goes on; `EngineAdapters.problem` then keeps its KV out of the cache.
+        _hook_problem = str(exc)
         _log.warning(
             "LifeboatCache: adapters of this vLLM cannot be followed (%s); an engine that serves "
             "adapters will not use the cache",
             exc,
         )
         return
-    _installed = True
+    _hook_problem = None
 
 
 def _hook_contexts() -> None:
@@ -388,67 +383,91 @@ def _hook_loading() -> None:
     EngineCore.add_lora = add_lora
 
 
-def unavailable_reason() -> str | None:
-    """Why adapters cannot be told apart in this process; ``None`` if they can."""
-    if _installed:
-        return None
-    return (
-        "requests with LoRA adapters cannot be told apart with this vLLM: serve adapters with a "
-        "tested version, or without LifeboatCache"
-    )
+class EngineAdapters:
+    """How one engine of this process applies adapters. Each tier has one of its own.
+
+    Parameters
+    ----------
+    lora_config
+        vLLM's ``LoRAConfig``; ``None`` if the engine serves no adapters.
+
+    Attributes
+    ----------
+    problem
+        Why this engine's adapters cannot be told apart, ending in the remedy;
+        ``None`` if they can, or if it serves none.
+    """
+
+    def __init__(self, lora_config: Any = None) -> None:
+        self._serving = lora_config is not None
+        self._settings = b""
+        self.problem: str | None = None
+        if not self._serving:
+            return
+        problem = _hook_problem
+        try:
+            self._settings = settings_digest(lora_config)
+        except Exception as exc:
+            problem = str(exc)
+        if problem is not None:
+            self.problem = (
+                f"requests with LoRA adapters cannot be told apart with this vLLM ({problem}): "
+                "serve adapters with a tested version, or without LifeboatCache"
+            )
+
+    def key_space(self, context: Any) -> bytes | None:
+        """The key space of a request's KV.
+
+        Returns
+        -------
+        bytes or None
+            Empty without an adapter; 32 bytes for an adapter whose content is
+            known; ``None`` if it is not (yet): the request's lookups are misses
+            and its KV is not stored.
+        """
+        if not self._serving:
+            return b""  # none of this engine's requests has one
+        if self.problem is not None:
+            return None
+        found = _watch.key_space(context)
+        if not found:
+            return found
+        return blake3(found + self._settings, derive_key_context=_SPACE_CONTEXT).digest()
+
+    def pending(self, context: Any) -> bool:
+        """Whether :meth:`key_space` may soon know more: worth a retry instead of a miss.
+
+        Becomes false after :data:`WAIT_S` at the latest.
+        """
+        return self._serving and self.problem is None and _watch.pending(context)
+
+    def confirm(self, context: Any, then: Callable[[bool], None]) -> None:
+        """Check a request's adapter once more, before KV computed with it is kept.
+
+        The engine may have read the adapter again while the request was served.
+        If its files are still the same after the KV was computed, what it read was
+        them.
+
+        Parameters
+        ----------
+        context
+            The request's context.
+        then
+            Called once with whether it is so: at once without an adapter, else on
+            another thread, or by :func:`expire`.
+        """
+        if not self._serving:
+            then(True)
+        elif self.problem is not None:
+            then(False)
+        else:
+            _watch.confirm(context, then)
 
 
 def lora_of(context: Any) -> str | None:
     """Path of a request's adapter; ``None`` if it has none, or is not known."""
     state = context.get_state(_OfRequest)
     return None if state is None or state.adapter is None else str(state.adapter.path)
-
-
-def key_space(context: Any) -> bytes | None:
-    """The key space of a request's KV.
-
-    Returns
-    -------
-    bytes or None
-        Empty without an adapter; 32 bytes for an adapter whose content is known;
-        ``None`` if it is not (yet): the request's lookups are misses and its KV is
-        not stored.
-    """
-    if not _installed or not _serving:
-        # No request has one; an engine that serves adapters without the hooks stands down.
-        return b""
-    found = _watch.key_space(context)
-    if not found:
-        return found
-    return blake3(found + (_settings or b""), derive_key_context=_SPACE_CONTEXT).digest()
-
-
-def pending(context: Any) -> bool:
-    """Whether :func:`key_space` may soon know more: worth a retry instead of a miss.
-
-    Becomes false after :data:`WAIT_S` at the latest.
-    """
-    return _installed and _serving and _watch.pending(context)
-
-
-def confirm(context: Any, then: Callable[[bool], None]) -> None:
-    """Check a request's adapter once more, before KV computed with it is kept.
-
-    The engine may have read the adapter again while the request was served. If
-    its files are still the same after the KV was computed, what it read was them.
-
-    Parameters
-    ----------
-    context
-        The request's context.
-    then
-        Called once with whether it is so: at once without an adapter, else on
-        another thread, or by :func:`expire`.
-    """
-    if not _installed or not _serving:
-        then(True)
-        return
-    _watch.confirm(context, then)
 
 
 def expire() -> None:

@@ -44,7 +44,7 @@ def _install_hooks() -> list[str]:
     from lifeboat_cache.integrations import vllm_epoch, vllm_lora, vllm_plugin
 
     lifeboat_vllm_entry.register()
-    vllm_lora.install(None)
+    vllm_lora.install()
     vllm_epoch.install()
     problems = []
     if not vllm_plugin.registered():
@@ -60,8 +60,8 @@ def _install_hooks() -> list[str]:
         marks = getattr(getattr(function, "__func__", function), "__dict__", {})
         if not any(mark.startswith("_lifeboat_") for mark in marks):
             problems.append(f"{name} is not watched")
-    if vllm_lora.unavailable_reason() is not None:
-        problems.append("requests with LoRA adapters cannot be told apart")
+    if vllm_lora.hook_problem() is not None:
+        problems.append(f"LoRA adapters cannot be followed: {vllm_lora.hook_problem()}")
     else:
         context = scheduler._create_req_context(RequestLike(request_id="selftest"))
         if vllm_lora.watch().key_space(context) != b"":

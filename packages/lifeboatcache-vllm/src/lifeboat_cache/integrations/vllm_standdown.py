@@ -153,9 +153,9 @@ def standdown_reason(vllm_config: Any, offloading_config: Any) -> str | None:
     if reason is None and draft is not None:
         load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
         reason = _weights_reason(draft, load)
-    adapters = getattr(vllm_config, "lora_config", None) is not None
-    if reason is None and adapters and offloading_config is not None:
-        from lifeboat_cache.integrations import vllm_lora
+    lora_config = getattr(vllm_config, "lora_config", None)
+    if reason is None and lora_config is not None and offloading_config is not None:
+        from lifeboat_cache.integrations.vllm_lora import EngineAdapters
 
-        reason = vllm_lora.unavailable_reason()
+        reason = EngineAdapters(lora_config).problem
     return reason

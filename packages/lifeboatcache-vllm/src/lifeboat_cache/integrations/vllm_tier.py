@@ -37,6 +37,8 @@ from lifeboat_cache.config import Config, load_config
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.integrations import vllm_epoch, vllm_lora
 from lifeboat_cache.integrations.vllm_guard import guarded
+from lifeboat_cache.integrations.vllm_handover import engine_config
+from lifeboat_cache.integrations.vllm_lora import EngineAdapters
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_namespace import find_namespace
 from lifeboat_cache.integrations.vllm_requests import RequestKeys
@@ -109,6 +111,7 @@ class LifeboatTier(SecondaryTierManager):
         self._requests: dict[str, RequestKeys] = {}
         self._step = 0
         self._said_small = False
+        self._adapters = EngineAdapters()
         self._held = (0, 0.0)  # step and time until which nothing is offered
         # Jobs without a result yet; the value says whether the store has them.
         self._jobs: dict[int, bool] = {}
@@ -142,6 +145,10 @@ class LifeboatTier(SecondaryTierManager):
             _log.exception("LifeboatCache stands down: it could not start; please report this")
 
     def _begin(self, config: Path | None) -> None:
+        handed = engine_config(self._offloading_spec.config.engine_id)
+        if handed is not None:
+            # Of this engine: others of the process may apply the same adapters otherwise.
+            self._adapters = EngineAdapters(getattr(handed.vllm_config, "lora_config", None))
         self._config = load_config(config).config
         self._wait_s = self._config.engine.native_promotion_wait_s
         # First: without it nobody would notice that weights change.
@@ -206,7 +213,7 @@ class LifeboatTier(SecondaryTierManager):
         known = self._requests.get(context.req_id)
         if known is not None:
             return known
-        space = vllm_lora.key_space(context)
+        space = self._adapters.key_space(context)
         if space is None:
             return None
         known = RequestKeys(context, space, self._rows)
@@ -227,7 +234,7 @@ class LifeboatTier(SecondaryTierManager):
             return LookupResult.MISS
         request = self._keys_of(req_context)
         if request is None:
-            pending = vllm_lora.pending(req_context)
+            pending = self._adapters.pending(req_context)
             return LookupResult.RETRY if pending else LookupResult.MISS
         answer = request.answer(key, self._step, store.lookup)
         if answer == Lookup.HIT:
@@ -292,7 +299,7 @@ class LifeboatTier(SecondaryTierManager):
             start = partial(self._start, target, batch, job.job_id, keys, store)
             if store and vllm_lora.lora_of(job.req_context) is not None:
                 # Kept only if the adapter's files are still what was fingerprinted.
-                vllm_lora.confirm(job.req_context, start)
+                self._adapters.confirm(job.req_context, start)
             else:
                 start(True)
         except Exception:
