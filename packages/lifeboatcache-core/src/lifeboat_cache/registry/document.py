@@ -1,0 +1,282 @@
+"""What processes publish.
+
+A store's document::
+
+    kind        "store"
+    state       where it is in its life ("ready", …), and ``reason``, why it stands down
+    engine      {name, version, model}, as far as an adapter says so
+    namespace   {name, model}: the first 12 digits of its digest
+    target      {name, location}
+    index       {blocks}
+    queue       {jobs, pending_bytes, limit_bytes}
+    recovery    {done, blocks, seconds, bad_entries}
+    recent      {seconds, store_dropped: {reason: blocks}, load_failed: {reason: blocks}}
+    counters    see :class:`Counts`; labels ``namespace``, ``engine``, ``target``
+
+The agent's document::
+
+    kind        "agent"
+    state       what it does ("active", …), and ``reason``, what it cannot do and why
+    targets     [{name, location, used_bytes, capacity_bytes, free_bytes, reserve_bytes,
+                  blocks, problem}, …]
+    recent      {}
+    counters    label ``target``
+
+Documents of newer releases may say more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.registry.counts import Counts
+from lifeboat_cache.store.counters import CounterSnapshot
+
+__all__ = [
+    "NAMESPACE_DIGITS",
+    "NOT_DROPPED",
+    "PublishedStore",
+    "TargetFacts",
+    "agent_document",
+    "dropped",
+    "store_document",
+    "store_labels",
+    "store_values",
+]
+
+#: Digits of a namespace's digest that stand for it.
+NAMESPACE_DIGITS = 12
+
+#: Outcomes that lose nothing: done, there already, or the engine is ending.
+NOT_DROPPED = frozenset({"ok", "present", "cancelled"})
+
+_TEXT = 200
+_LABEL = re.compile(r"[^A-Za-z0-9_.:-]")
+
+
+class _State(Protocol):
+    @property
+    def value(self) -> Any: ...
+
+
+class _Target(Protocol):
+    name: str
+
+    @property
+    def location(self) -> str: ...
+
+
+class PublishedStore(Protocol):
+    """What of a block store is published."""
+
+    @property
+    def state(self) -> _State:
+        """Where it is in its life."""
+
+    @property
+    def reason(self) -> str:
+        """Why it stands down."""
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Its namespace, once known."""
+
+    @property
+    def target(self) -> _Target | None:
+        """Its target, once known."""
+
+    def __len__(self) -> int:
+        """Blocks known to be there."""
+
+    def counters(self) -> CounterSnapshot:
+        """Totals since it was opened."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target as the agent sees it.
+
+    Attributes
+    ----------
+    name, location
+        From the configuration, and where it is.
+    used_bytes, capacity_bytes
+        What all writers have allocated, and what they may (``None`` = no limit).
+    free_bytes, reserve_bytes
+        What the filesystem has left, and must keep.
+    blocks
+        Blocks that are stored, if known.
+    problem
+        Why it cannot be looked after; empty if it can.
+    counters
+        What only grows: ``evicted_blocks``, ``evicted_bytes``, ``reclaimed_bytes``,
+        ``removed_segments``, ``compacted_segments``, ``compacted_bytes``,
+        ``janitor_passes``, ``janitor_seconds``; since the agent started.
+    """
+
+    name: str
+    location: str
+    used_bytes: int = 0
+    capacity_bytes: int | None = None
+    free_bytes: int = 0
+    reserve_bytes: int = 0
+    blocks: int | None = None
+    problem: str = ""
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+def agent_document(
+    targets: Sequence[TargetFacts], *, state: str = "active", reason: str = ""
+) -> dict[str, Any]:
+    """Return the document of the agent."""
+    counts = Counts()
+    for target in targets:
+        counts.add({"target": _label(target.name)}, target.counters)
+    return {
+        "kind": "agent",
+        "state": state,
+        "reason": reason[:_TEXT],
+        "targets": [
+            {
+                "name": target.name,
+                "location": target.location,
+                "used_bytes": target.used_bytes,
+                "capacity_bytes": target.capacity_bytes,
+                "free_bytes": target.free_bytes,
+                "reserve_bytes": target.reserve_bytes,
+                "blocks": target.blocks,
+                "problem": target.problem[:_TEXT],
+            }
+            for target in targets
+        ],
+        "counters": counts.to_json(),
+    }
+
+
+def store_document(
+    store: PublishedStore,
+    *,
+    facts: Mapping[str, Any],
+    queue: Mapping[str, Any],
+    recent: Mapping[str, Any],
+    counters: Counts,
+) -> dict[str, Any]:
+    """Return the document of a store.
+
+    Parameters
+    ----------
+    store
+        The store; asked for what it knows without waiting.
+    facts
+        What an adapter adds: texts ``engine``, ``version`` and ``model``, the number
+        ``served_tokens``.
+    queue
+        Numbers ``jobs``, ``pending_bytes`` and ``limit_bytes``, as far as known.
+    recent
+        What was lost of late.
+    counters
+        What the store has counted, under the labels of the time.
+    """
+    now = store.counters()
+    state = str(store.state.value)
+    target = store.target
+    namespace = _namespace(store.namespace, facts)
+    return {
+        "kind": "store",
+        "state": state,
+        "reason": store.reason[: 4 * _TEXT],
+        "engine": {
+            "name": _engine(store.namespace, facts),
+            "version": _text(facts.get("version")),
+            "model": namespace["model"],
+        },
+        "namespace": namespace,
+        "target": {
+            "name": target.name if target is not None else "",
+            "location": target.location if target is not None else "",
+        },
+        "index": {"blocks": len(store)},
+        "queue": {name: value for name, value in queue.items() if isinstance(value, int)},
+        "recovery": {
+            "done": state not in ("opening", "recovering"),
+            "blocks": now.recovered_blocks or len(store),
+            "seconds": now.recovery_seconds,
+            "bad_entries": now.bad_entries,
+        },
+        "recent": dict(recent),
+        "counters": counters.to_json(),
+    }
+
+
+def store_labels(store: PublishedStore, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Labels of what the store counts now; they become known as it opens."""
+    target = store.target
+    return {
+        "namespace": _namespace(store.namespace, facts)["name"] or "unknown",
+        "engine": _label(_engine(store.namespace, facts) or "unknown"),
+        "target": _label(target.name) if target is not None else "none",
+    }
+
+
+def dropped(outcomes: Mapping[str, int]) -> dict[str, int]:
+    """What of a job's outcomes was lost, by reason."""
+    return {name: n for name, n in outcomes.items() if n and name not in NOT_DROPPED}
+
+
+def _engine(namespace: Namespace | None, facts: Mapping[str, Any]) -> str:
+    name = facts.get("engine")
+    if not name and namespace is not None:
+        name = namespace.identity.get("engine")
+        if isinstance(name, Mapping):
+            name = name.get("name")
+    return _text(name)
+
+
+def _namespace(namespace: Namespace | None, facts: Mapping[str, Any]) -> dict[str, str]:
+    if namespace is None:
+        return {"name": "", "model": _text(facts.get("model"))}
+    # Each change of weights makes a namespace that ends with its process: one name for
+    # all of them, or metrics would get a new series each time.
+    temporary = bool(namespace.display.get("temporary"))
+    return {
+        "name": "temporary" if temporary else namespace.hex[:NAMESPACE_DIGITS],
+        "model": _text(facts.get("model") or namespace.display.get("model")),
+    }
+
+
+def store_values(counters: CounterSnapshot, facts: Mapping[str, Any]) -> dict[str, float]:
+    """What a store has counted since it was opened, by name."""
+    values: dict[str, float] = {
+        "lookups": counters.lookups,
+        "lookup_hits": counters.lookup_hits,
+        "stored_blocks": counters.blocks_stored,
+        "stored_bytes": counters.bytes_stored,
+        "store_seconds": counters.store_seconds,
+        "loaded_blocks": counters.blocks_loaded,
+        "loaded_bytes": counters.bytes_loaded,
+        "load_seconds": counters.load_seconds,
+        "recovered_blocks": counters.recovered_blocks,
+        "recovery_seconds": counters.recovery_seconds,
+        "bad_journal_entries": counters.bad_entries,
+    }
+    for kind, outcomes in (
+        ("store_outcome", counters.store_outcomes),
+        ("load_outcome", counters.load_outcomes),
+    ):
+        values.update({f"{kind}:{name}": count for name, count in outcomes.items()})
+    tokens = facts.get("served_tokens")
+    if isinstance(tokens, (int, float)):
+        values["served_tokens"] = tokens
+    return values
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)[:_TEXT]
+
+
+def _label(value: Any) -> str:
+    return _LABEL.sub("_", str(value))[:64] or "unknown"

@@ -1,0 +1,140 @@
+"""Publishing a block store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lifeboat_cache.registry.counts import Counts
+from lifeboat_cache.registry.document import (
+    PublishedStore,
+    dropped,
+    store_document,
+    store_labels,
+    store_values,
+)
+from lifeboat_cache.registry.extra import facts_of
+from lifeboat_cache.registry.registration import Registration, Role
+from lifeboat_cache.registry.totals import fold
+
+__all__ = ["RECENT_S", "StorePublisher"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: What was lost within so many seconds makes a store unhealthy.
+RECENT_S = 600.0
+
+_SAMPLE_S = 15.0
+
+
+class StorePublisher:
+    """Publishes a store as long as it is open. No method raises.
+
+    Parameters
+    ----------
+    store
+        The store.
+    home
+        The home directory.
+    extra
+        What else is known (see :func:`attach`, which adds to it).
+    queue
+        Numbers ``jobs``, ``pending_bytes`` and ``limit_bytes`` of the store.
+    role
+        What the process is.
+    """
+
+    def __init__(
+        self,
+        store: PublishedStore,
+        home: Path,
+        extra: Callable[[], Mapping[str, Any]] | None = None,
+        *,
+        queue: Callable[[], Mapping[str, Any]] | None = None,
+        role: Role = "engine",
+    ) -> None:
+        self._store = store
+        self._home = home
+        self._extra = extra
+        self._queue = queue
+        self._samples: deque[tuple[float, dict[str, dict[str, int]]]] = deque()
+        self._counts = Counts()
+        self._counted: dict[str, float] = {}
+        self._said = False
+        self._registration = Registration(home, role, describe=self.document)
+        self._say()
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is published; empty if it is."""
+        return self._registration.reason
+
+    def document(self) -> dict[str, Any]:
+        """What is published now."""
+        facts: dict[str, Any] = {}
+        for ask in (self._extra, lambda: facts_of(self._store)):
+            if ask is not None:
+                facts.update(ask())
+        self._count(facts)
+        return store_document(
+            self._store,
+            facts=facts,
+            queue={} if self._queue is None else self._queue(),
+            recent=self._recent(),
+            counters=self._counts,
+        )
+
+    def tick(self) -> None:
+        """Publish; to be called every few seconds."""
+        self._registration.publish()
+        self._say()
+
+    def close(self) -> None:
+        """Publish for the last time. Idempotent."""
+        self._registration.close()
+        # Without an agent nobody else might tidy up after many short-lived processes.
+        fold(self._home, wait_s=0.0)
+
+    def _count(self, facts: Mapping[str, Any]) -> None:
+        # What was counted before a label was known stays where it was shown: a counter
+        # that moved to other labels would look like one that fell.
+        values = store_values(self._store.counters(), facts)
+        more = {name: value - self._counted.get(name, 0) for name, value in values.items()}
+        self._counts.add(store_labels(self._store, facts), more)
+        for name, value in values.items():
+            self._counted[name] = max(value, self._counted.get(name, 0))
+
+    def _say(self) -> None:
+        if self.reason and not self._said:
+            self._said = True
+            _log.warning("LifeboatCache: `lifeboat-cache status` cannot see this: %s", self.reason)
+
+    def _recent(self) -> dict[str, Any]:
+        """What was lost in the last :data:`RECENT_S` seconds."""
+        counters = self._store.counters()
+        lost = {
+            "store_dropped": dropped(counters.store_outcomes),
+            "load_failed": dropped(counters.load_outcomes),
+        }
+        now = time.monotonic()
+        # The first sample is from before anything was counted.
+        if not self._samples:
+            self._samples.append((now, {}))
+        elif now - self._samples[-1][0] >= _SAMPLE_S:
+            self._samples.append((now, lost))
+        while len(self._samples) > 1 and now - self._samples[1][0] >= RECENT_S:
+            self._samples.popleft()
+        before = self._samples[0][1]
+        recent: dict[str, Any] = {"seconds": RECENT_S}
+        for kind, reasons in lost.items():
+            old = before.get(kind, {})
+            recent[kind] = {
+                name: count - old.get(name, 0)
+                for name, count in reasons.items()
+                if count > old.get(name, 0)
+            }
+        return recent
