@@ -9,8 +9,10 @@ from lifeboat_cache.config.schema import (
     Config,
     Engine,
     FallbackLocal,
+    Prometheus,
     Security,
     Storage,
+    Telemetry,
     Tier,
 )
 
@@ -20,8 +22,10 @@ __all__ = [
     "Engine",
     "FallbackLocal",
     "LoadedConfig",
+    "Prometheus",
     "Security",
     "Storage",
+    "Telemetry",
     "Tier",
     "load_config",
     "preset_names",

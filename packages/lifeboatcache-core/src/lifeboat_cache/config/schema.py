@@ -36,10 +36,12 @@ __all__ = [
     "Engine",
     "FallbackLocal",
     "Key",
+    "Prometheus",
     "Section",
     "Security",
     "SettingError",
     "Storage",
+    "Telemetry",
     "Tier",
 ]
 
@@ -401,9 +403,35 @@ class Security(Section):
         return self.namespace_salt.get_secret_value().encode()
 
 
+class Prometheus(Section):
+    """Metrics of all engines of this home directory together, served by the agent."""
+
+    port: Annotated[
+        int,
+        Field(ge=0, le=65535),
+        Key(allowed="a whole number from 0 to 65535; 0 serves nothing", example="9402"),
+    ] = Field(default=9402, description="Where Prometheus finds `/metrics`.")
+    host: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9.:_-]+$"),
+        Key(allowed="an address or a name of this machine", example="0.0.0.0"),
+    ] = Field(
+        default="127.0.0.1",
+        description="The address that is listened on. `0.0.0.0`: all of them. Whoever can reach "
+        "it can read the names of models and how much they are used.",
+    )
+
+
+class Telemetry(Section):
+    """What is told to others."""
+
+    prometheus: Prometheus
+
+
 class Config(Section):
     """The whole configuration."""
 
     storage: Storage
     engine: Engine
     security: Security
+    telemetry: Telemetry
