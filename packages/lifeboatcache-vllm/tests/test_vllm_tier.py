@@ -447,3 +447,26 @@ def test_shutdown_says_when_storage_does_not_answer(
         second.tier.shutdown()
     release.set()
     assert store.drain(30)
+
+
+def test_a_recovered_store_answers_a_whole_prompt_in_the_first_step_by_one_lookup(
+    engine: OpenEngine, stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, _ = stored
+    second = engine()
+    store = second.tier.store
+    assert store.wait_recovered(30)
+    asked: list[int] = []
+    lookup = store.lookup
+
+    def counting(names: list[bytes], **options: Any) -> Any:
+        asked.append(len(names))
+        return lookup(names, **options)
+
+    monkeypatch.setattr(store, "lookup", counting)
+    prompt = [*keys, *offload_keys(3, seed=9)]
+    context = second.request(prompt)
+    answers = [second.tier.lookup(key, context) for key in prompt]
+    assert answers == [LookupResult.HIT] * COUNT + [LookupResult.MISS] * 3
+    assert asked == [len(prompt)]
+    second.manager.on_request_finished(context)

@@ -36,12 +36,8 @@ def block_keys(engine_keys: Iterable[bytes], *, space: bytes = b"") -> list[byte
     base = _PREFIX.copy()
     # The length goes first so that (space, key) pairs cannot run into each other.
     base.update(len(space).to_bytes(4, "little") + space)
-    out = []
-    for key in engine_keys:
-        hasher = base.copy()
-        hasher.update(key)
-        out.append(hasher.digest())
-    return out
+    copy = base.copy
+    return [copy().update(key).digest() for key in engine_keys]
 
 
 def tag(value: bytes | None) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from lifeboat_cache.interface import Lookup, block_keys, tag
 
 __all__ = ["KeyFacts", "RequestKeys", "split_key"]
 
-#: An answer older than so many seconds is asked for again (a request that waits
-#: or was preempted may meanwhile find more).
+#: A miss older than so many seconds is asked for again (a request that waits or was
+#: preempted may meanwhile find more).
 _FRESH_S = 1.0
 
 #: The same while some answer is not final: steps without work follow each other fast.
@@ -27,9 +28,18 @@ _OPEN_FRESH_S = 0.02
 _GROUP_BYTES = 4
 
 
+_HIT, _RETRY = int(Lookup.HIT), int(Lookup.RETRY)
+
+
 def split_key(key: bytes) -> tuple[bytes, int]:
     """Block hash and group index of an offload key."""
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def _alone(key: bytes) -> tuple[int, int, int]:
+    """Group, family and unknown parent of a key."""
+    value, group = split_key(key)
+    return group, tag(value), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +86,12 @@ class RequestKeys:
         "_answers",
         "_asked",
         "_context",
+        "_facts",
+        "_lasts",
+        "_lost",
         "_open",
-        "_parents",
         "_related",
+        "_settled",
         "_step",
         "_store_keys",
         "promotions",
@@ -92,12 +105,15 @@ class RequestKeys:
         self.promotions = Promotions(slots)
         self.started = time.monotonic()
         self._store_keys: dict[bytes, bytes] = {}
-        self._parents: dict[bytes, bytes] = {}
-        self._related = 0  # how many keys _parents was made from
+        self._facts: dict[bytes, tuple[int, int, int]] = {}  # group, family, parent
+        self._lasts: dict[int, tuple[int, int]] = {}  # of each group: position and family
+        self._related = 0  # how many of vLLM's keys are in _facts
         self._answers: dict[bytes, int] = {}
-        self._asked = -_FRESH_S
+        self._lost: set[bytes] = set()  # could not be loaded
+        self._asked = 0.0
         self._step = -1
-        self._open = True  # whether some answer was not final
+        self._settled = True  # whether all answers are hits: these stay
+        self._open = False  # whether some answer was not final
 
     def positions(self) -> dict[bytes, int]:
         """Every key of the request with its end position, as far as vLLM recorded them.
@@ -110,42 +126,57 @@ class RequestKeys:
 
     def store_keys(self, keys: Collection[bytes]) -> list[bytes]:
         """Store keys of vLLM's keys; each is derived once per request."""
-        missing = [key for key in keys if key not in self._store_keys]
-        if missing:
-            derived = block_keys(missing, space=self.space)
-            self._store_keys.update(zip(missing, derived, strict=True))
-        return [self._store_keys[key] for key in keys]
+        names = self._store_keys
+        try:
+            return [names[key] for key in keys]
+        except KeyError:
+            missing = [key for key in keys if key not in names]
+        names.update(zip(missing, block_keys(missing, space=self.space), strict=True))
+        return [names[key] for key in keys]
 
     def facts(self, keys: Sequence[bytes]) -> KeyFacts:
         """What is known about some of the request's keys."""
         known = self.positions()
         if len(known) != self._related:  # once per prompt: vLLM knows all of its blocks early
             self._relate(known)
-        split = [split_key(key) for key in keys]
-        parents = [self._parents.get(key) for key in keys]
+        related = self._facts
+        rows = [related.get(key) or _alone(key) for key in keys]
         return KeyFacts(
             positions=[known.get(key, 0) for key in keys],
-            groups=[group for _, group in split],
-            families=[tag(value) for value, _ in split],
-            parents=[0 if parent is None else tag(parent) for parent in parents],
+            groups=[row[0] for row in rows],
+            families=[row[1] for row in rows],
+            parents=[row[2] for row in rows],
         )
 
     def _relate(self, known: dict[bytes, int]) -> None:
-        """Find the block before each block of a group."""
-        order: dict[int, list[tuple[int, bytes]]] = {}
-        for key, position in known.items():
-            order.setdefault(split_key(key)[1], []).append((position, key))
-        self._parents = {}
-        for members in order.values():
-            members.sort()
-            for (_, parent), (_, child) in pairwise(members):
-                self._parents[child] = split_key(parent)[0]
+        """Find the block before each block of a group; only of keys that are new."""
+        if len(known) < self._related or not self._extend(
+            islice(known.items(), self._related, None)
+        ):
+            # Not in the order of the prompt: once more, in that order.
+            self._facts, self._lasts = {}, {}
+            self._extend(sorted(known.items(), key=itemgetter(1)))
         self._related = len(known)
+
+    def _extend(self, items: Iterable[tuple[bytes, int]]) -> bool:
+        """Take in keys in the order of the prompt; false if they are not."""
+        facts, lasts = self._facts, self._lasts
+        for key, position in items:
+            group, family, _ = _alone(key)
+            before, parent = lasts.get(group, (0, 0))
+            if position < before:
+                return False
+            facts[key] = (group, family, parent)
+            lasts[group] = (position, family)
+        return True
 
     def answer(
         self, key: bytes, step: int, ask: Callable[[list[bytes]], npt.NDArray[np.uint8]]
     ) -> int:
-        """Answer for one key; asks the store once for all keys of the request.
+        """Answer for one key.
+
+        The store is asked once for all keys of the request. Hits stand for the rest
+        of it; the others are asked for again in a later step after a while.
 
         Parameters
         ----------
@@ -156,24 +187,42 @@ class RequestKeys:
         ask
             The store's lookup.
         """
-        now = time.monotonic()
+        if step != self._step:
+            self._step = step
+            if not self._settled:
+                self._renew(ask)
         known = self._answers.get(key)
-        fresh = _OPEN_FRESH_S if self._open else _FRESH_S
-        stale = step != self._step and now - self._asked > fresh
-        self._step = step
-        if known is None or stale:
-            wanted = list(self.positions())
+        if known is None:
+            wanted = [one for one in self.positions() if one not in self._answers]
             if key not in self.positions():
                 wanted.append(key)
-            found = ask(self.store_keys(wanted)).tolist()
-            self._answers = dict(zip(wanted, found, strict=True))
-            self._asked, self._open = now, Lookup.RETRY in found
+            self._ask(wanted, ask)
             known = self._answers[key]
         return known
+
+    def _renew(self, ask: Callable[[list[bytes]], npt.NDArray[np.uint8]]) -> None:
+        """Ask again for what was no hit, if that was long ago."""
+        if time.monotonic() - self._asked > (_OPEN_FRESH_S if self._open else _FRESH_S):
+            wanted = [
+                key
+                for key, answer in self._answers.items()
+                if answer != _HIT and key not in self._lost
+            ]
+            self._settled, self._open = True, False
+            self._ask(wanted, ask)
+
+    def _ask(
+        self, wanted: list[bytes], ask: Callable[[list[bytes]], npt.NDArray[np.uint8]]
+    ) -> None:
+        found = ask(self.store_keys(wanted)).tolist()
+        self._answers.update(zip(wanted, found, strict=True))
+        self._asked = time.monotonic()
+        self._open = self._open or _RETRY in found
+        self._settled = self._settled and found.count(_HIT) == len(found)
 
     def forget(self, keys: Collection[bytes]) -> None:
         """These could not be loaded: they are misses for the rest of the request."""
         self.promotions.failed(keys)
-        for key in keys:
-            if key in self._answers:
-                self._answers[key] = int(Lookup.MISS)
+        lost = [key for key in keys if key in self._answers]
+        self._lost.update(lost)
+        self._answers.update(dict.fromkeys(lost, int(Lookup.MISS)))

@@ -64,6 +64,8 @@ _log = logging.getLogger("lifeboat_cache")
 _RESET_STEPS, _RESET_S = 16, 5.0
 _RESET_IS_FENCED = hasattr(OffloadingManager, "on_reset_flushed")
 
+_HIT, _RETRY = int(Lookup.HIT), int(Lookup.RETRY)
+
 #: Longest time to wait at the end for stores that were left before, in seconds.
 _RETIRE_S = 60.0
 
@@ -232,16 +234,16 @@ class LifeboatTier(SecondaryTierManager):
             return LookupResult.MISS
         if self._step < self._held[0] and time.monotonic() < self._held[1]:
             return LookupResult.MISS
-        request = self._keys_of(req_context)
+        request = self._requests.get(req_context.req_id) or self._keys_of(req_context)
         if request is None:
             pending = self._adapters.pending(req_context)
             return LookupResult.RETRY if pending else LookupResult.MISS
         answer = request.answer(key, self._step, store.lookup)
-        if answer == Lookup.HIT:
+        if answer == _HIT:
             if request.promotions.offer(key, self._step):
                 return LookupResult.HIT
             self._say_small()
-        if answer == Lookup.RETRY and time.monotonic() - request.started < self._wait_s:
+        if answer == _RETRY and time.monotonic() - request.started < self._wait_s:
             return LookupResult.RETRY
         return LookupResult.MISS
 
