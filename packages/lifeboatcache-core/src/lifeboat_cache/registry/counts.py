@@ -60,6 +60,16 @@ class Counts:
             )
         return out
 
+    def fallen(self, later: Counts) -> Counts:
+        """Counts of these that have started again in ``later``: less there, or gone."""
+        out = Counts()
+        for labels, values in self.groups():
+            after = later._groups.get(labels, {})
+            lost = {name: value for name, value in values.items() if after.get(name, 0) < value}
+            if lost:
+                out.add(dict(labels), lost)
+        return out
+
     def groups(self) -> Iterable[tuple[Labels, dict[str, float]]]:
         """Labels and the counts under them."""
         return self._groups.items()

@@ -6,7 +6,7 @@ A store's document::
     state       where it is in its life ("ready", …), and ``reason``, why it stands down
     engine      {name, version, model}, as far as an adapter says so
     namespace   {name, model}: the first 12 digits of its digest
-    target      {name, location}
+    target      {name, location, capacity_bytes, reserve_bytes, direct_io}
     index       {blocks}
     queue       {jobs, pending_bytes, limit_bytes}
     recovery    {done, blocks, seconds, bad_entries}
@@ -113,9 +113,9 @@ class TargetFacts:
     problem
         Why it cannot be looked after; empty if it can.
     counters
-        What only grows: ``evicted_blocks``, ``evicted_bytes``, ``reclaimed_bytes``,
-        ``removed_segments``, ``compacted_segments``, ``compacted_bytes``,
-        ``janitor_passes``, ``janitor_seconds``; since the agent started.
+        What only grows: ``evicted_blocks``, ``evicted_bytes``, ``corrupt_blocks``,
+        ``reclaimed_bytes``, ``removed_segments``, ``compacted_segments``,
+        ``compacted_bytes``, ``janitor_passes``, ``janitor_seconds``.
     """
 
     name: str
@@ -195,10 +195,7 @@ def store_document(
             "model": namespace["model"],
         },
         "namespace": namespace,
-        "target": {
-            "name": target.name if target is not None else "",
-            "location": target.location if target is not None else "",
-        },
+        "target": {} if target is None else _target(target),
         "index": {"blocks": len(store)},
         "queue": {name: value for name, value in queue.items() if isinstance(value, int)},
         "recovery": {
@@ -225,6 +222,18 @@ def store_labels(store: PublishedStore, facts: Mapping[str, Any]) -> dict[str, s
 def dropped(outcomes: Mapping[str, int]) -> dict[str, int]:
     """What of a job's outcomes was lost, by reason."""
     return {name: n for name, n in outcomes.items() if n and name not in NOT_DROPPED}
+
+
+def _target(target: _Target) -> dict[str, Any]:
+    """What an agent must know to look after it."""
+    return {
+        "name": target.name,
+        "location": target.location,
+        # Not every kind of target has these.
+        "capacity_bytes": getattr(target, "capacity", None),
+        "reserve_bytes": getattr(target, "reserve", 0),
+        "direct_io": getattr(target, "direct_io", "auto"),
+    }
 
 
 def _engine(namespace: Namespace | None, facts: Mapping[str, Any]) -> str:

@@ -40,8 +40,8 @@ class Registration:
         What the process is.
     describe
         What to publish when :meth:`publish` is called without a document. Its
-        item ``counters``, if there is one, is what :class:`Counts` reads: numbers
-        that only grow as long as the entry lives.
+        item ``counters``, if there is one, is what :class:`Counts` reads. A number that
+        falls, or goes, is taken as one that has started again at 0.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Registration:
         self._identity = this_process()
         self._reason = ""
         self._closed = False
+        self._raw = Counts()  # given last
+        self._ended = Counts()  # what had been counted before counts started again
         self._last = Counts()  # published last, all of it
         self._base = Counts()  # what was added to the totals under an earlier id
         self.publish()
@@ -114,7 +116,12 @@ class Registration:
         directory = run_directory(self._home, create=self._fd < 0)
         if self._fd < 0:
             self._enter(directory)
-        counts = Counts.from_json(document.get("counters"))
+        raw = Counts.from_json(document.get("counters"))
+        self._ended.merge(self._raw.fallen(raw))
+        self._raw = raw
+        counts = Counts()
+        for part in (raw, self._ended):
+            counts.merge(part)
         document["counters"] = counts.without(self._base).to_json()
         replace_json(
             directory / f"{self._id}.json",

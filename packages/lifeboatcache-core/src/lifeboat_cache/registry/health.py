@@ -1,0 +1,161 @@
+"""What is wrong, as far as processes say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lifeboat_cache.config.units import format_duration, format_size
+from lifeboat_cache.registry.processes import ProcessEntry
+from lifeboat_cache.registry.publisher import RECENT_S
+
+__all__ = ["SILENT_S", "agent_of", "living_stores", "problems"]
+
+#: Processes publish every 2 s; one that has not for so long hangs.
+SILENT_S = 30.0
+
+#: An engine that started just now may still be starting the agent.
+_STARTING_S = 30.0
+
+_DROP_REMEDIES = {
+    "full": "raise capacity_gb, or run `lifeboat-cache purge --older-than 7d`",
+    "reserve": "free space on the disk, or lower min_free_gb",
+    "busy": "storage is slower than prompts come in: use a faster disk, or raise "
+    "engine.native_cpu_gb",
+    "disabled": "see why the engine stands down",
+    "mismatch": "report this",
+}
+_LOAD_REMEDIES = {
+    "corrupt": "run `lifeboat-cache check`; if it recurs, check the disk",
+    "mismatch": "report this",
+}
+_SEE_LOG = "see the engine's log"
+
+#: Reclaimed between lookup and load: computed again, and nothing is wrong.
+_HARMLESS = frozenset({"missing", "disabled"})
+
+
+def living_stores(entries: Sequence[ProcessEntry]) -> list[ProcessEntry]:
+    """Entries of stores that are open."""
+    return [entry for entry in entries if entry.alive and entry.role != "agent"]
+
+
+def agent_of(entries: Sequence[ProcessEntry]) -> ProcessEntry | None:
+    """The living agent, the one heard last if there are several."""
+    agents = [entry for entry in entries if entry.alive and entry.role == "agent"]
+    return min(agents, key=lambda entry: entry.age, default=None)
+
+
+def problems(
+    entries: Sequence[ProcessEntry],
+    targets: Sequence[Mapping[str, Any]],
+    *,
+    now: float,
+    agent_expected: bool = True,
+) -> list[str]:
+    """What is wrong, each with its remedy; nothing if all is well.
+
+    Parameters
+    ----------
+    entries
+        All processes.
+    targets
+        What is known of the targets, as in the agent's document.
+    now
+        Seconds since 1970.
+    agent_expected
+        Whether there should be an agent while engines run.
+    """
+    return [
+        *_of_stores(entries),
+        *_of_agent(entries, now, agent_expected),
+        *_of_targets(targets),
+        *_losses(entries),
+    ]
+
+
+def _who(entry: ProcessEntry) -> str:
+    engine = entry.document.get("engine")
+    name = engine.get("name") if isinstance(engine, Mapping) else ""
+    return f"{name or entry.role or 'a process'} (pid {entry.pid or 'unknown'})"
+
+
+def _of_stores(entries: Sequence[ProcessEntry]) -> list[str]:
+    found = []
+    for entry in living_stores(entries):
+        if entry.document.get("state") == "disabled":
+            reason = str(entry.document.get("reason") or "the log says why")
+            found.append(f"{_who(entry)} stands down: {reason}")
+        if entry.age > SILENT_S and entry.document:
+            found.append(
+                f"{_who(entry)} has published nothing for {format_duration(entry.age)}: it hangs, "
+                "its storage does, or the home directory is full"
+            )
+    return found
+
+
+def _of_agent(entries: Sequence[ProcessEntry], now: float, expected: bool) -> list[str]:
+    agent = agent_of(entries)
+    engines = [
+        entry
+        for entry in living_stores(entries)
+        if entry.role == "engine" and abs(now - entry.started) > _STARTING_S
+    ]
+    if agent is None:
+        if engines and expected:
+            text = "no agent runs beside the engines, so nothing is evicted or reclaimed: "
+            return [text + "start one with `lifeboat-cache agent`; its log says why it ended"]
+        return []
+    if agent.age > SILENT_S:
+        silence = format_duration(agent.age)
+        text = f"the agent (pid {agent.pid}) has published nothing for {silence}: it hangs; "
+        return [text + "end it, and an engine starts another"]
+    reason = agent.document.get("reason")
+    return [f"the agent (pid {agent.pid}): {reason}"] if reason else []
+
+
+def _of_targets(targets: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = []
+    for target in targets:
+        name = target.get("name")
+        if target.get("problem"):
+            found.append(f"target {name}: {target['problem']}")
+            continue
+        used, capacity = target.get("used_bytes"), target.get("capacity_bytes")
+        if isinstance(used, int) and isinstance(capacity, int) and used > capacity:
+            found.append(
+                f"target {name} holds {format_size(used)}, more than its capacity of "
+                f"{format_size(capacity)}: {_DROP_REMEDIES['full']}"
+            )
+        free, reserve = target.get("free_bytes"), target.get("reserve_bytes")
+        if isinstance(free, int) and isinstance(reserve, int) and free <= reserve:
+            found.append(
+                f"target {name} has {format_size(free)} free, its reserve is "
+                f"{format_size(reserve)}: {_DROP_REMEDIES['reserve']}"
+            )
+    return found
+
+
+def _losses(entries: Sequence[ProcessEntry]) -> list[str]:
+    lost: dict[str, Counter[str]] = {"store_dropped": Counter(), "load_failed": Counter()}
+    for entry in living_stores(entries):
+        recent = entry.document.get("recent")
+        for kind, counter in lost.items():
+            reasons = recent.get(kind) if isinstance(recent, Mapping) else None
+            for reason, count in reasons.items() if isinstance(reasons, Mapping) else ():
+                if isinstance(count, int):
+                    counter[str(reason)] += count
+    minutes = format_duration(RECENT_S)
+    found = [
+        f"{count} blocks were not stored in the last {minutes} ({reason}): "
+        f"{_DROP_REMEDIES.get(reason, _SEE_LOG)}"
+        for reason, count in sorted(lost["store_dropped"].items())
+    ]
+    found += [
+        f"{count} blocks could not be loaded in the last {minutes} ({reason}): "
+        f"{_LOAD_REMEDIES.get(reason, _SEE_LOG)}"
+        for reason, count in sorted(lost["load_failed"].items())
+        if reason not in _HARMLESS
+    ]
+    return found

@@ -1,0 +1,220 @@
+"""Metrics of all processes of a home directory, as Prometheus takes them.
+
+Names begin with ``lifeboat_node_``: engines show counts of their own, with names that
+begin with ``lifeboat_``, on their own port.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.registry.health import agent_of, living_stores, problems
+from lifeboat_cache.registry.processes import ProcessEntry
+from lifeboat_cache.registry.totals import OTHER, Snapshot
+
+__all__ = ["METRICS", "MetricInfo", "families"]
+
+_PREFIX = "lifeboat_node_"
+_STORE = ("namespace", "engine", "target")
+_TARGET = ("target",)
+_OUTCOMES = frozenset(outcome.name.lower() for outcome in Outcome)
+
+#: One sample: the values of its labels, and its own.
+_Samples = Mapping[tuple[str, ...], float]
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """One metric.
+
+    Attributes
+    ----------
+    name
+        As Prometheus shows it.
+    kind, labels, meaning
+        Its type, its labels and what it says.
+    counted
+        Which count it shows (see :class:`Counts`); empty for a gauge. One that ends in
+        ``:`` is shown by outcome.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    labels: tuple[str, ...]
+    meaning: str
+    counted: str = ""
+
+
+def _counter(counted: str, labels: tuple[str, ...], meaning: str) -> MetricInfo:
+    if counted.endswith(":"):
+        name, labels = f"{counted[:-1]}s", (*labels, "outcome")
+    else:
+        name = counted
+    return MetricInfo(f"{_PREFIX}{name}_total", "counter", labels, meaning, counted)
+
+
+def _gauge(name: str, labels: tuple[str, ...], meaning: str) -> MetricInfo:
+    return MetricInfo(f"{_PREFIX}{name}", "gauge", labels, meaning)
+
+
+_COUNTERS = (
+    _counter("lookups", _STORE, "Blocks asked for."),
+    _counter("lookup_hits", _STORE, "Blocks asked for and found."),
+    _counter("served_tokens", _STORE, "Prompt tokens whose KV was loaded and not computed."),
+    _counter("loaded_blocks", _STORE, "Blocks read and verified."),
+    _counter("loaded_bytes", _STORE, "Bytes read and verified."),
+    _counter("load_seconds", _STORE, "Seconds from submission to completion, over load jobs."),
+    _counter("stored_blocks", _STORE, "Blocks written."),
+    _counter("stored_bytes", _STORE, "Bytes written."),
+    _counter("store_seconds", _STORE, "Seconds from submission to completion, over store jobs."),
+    _counter("load_outcome:", _STORE, "Blocks to be loaded, by what became of them."),
+    _counter("store_outcome:", _STORE, "Blocks to be stored, by what became of them."),
+    _counter("recovered_blocks", _STORE, "Blocks that stores found when they were opened."),
+    _counter("recovery_seconds", _STORE, "Seconds that stores took to find them."),
+    _counter("bad_journal_entries", _STORE, "Journal entries that were skipped as damaged."),
+    _counter("evicted_blocks", _TARGET, "Blocks evicted to make room."),
+    _counter("evicted_bytes", _TARGET, "Bytes of blocks evicted to make room."),
+    _counter("corrupt_blocks", _TARGET, "Blocks that the agent found corrupt."),
+    _counter("reclaimed_bytes", _TARGET, "Bytes given back to the file system."),
+    _counter("removed_segments", _TARGET, "Segments removed."),
+    _counter("compacted_segments", _TARGET, "Segments rewritten for the few blocks still in use."),
+    _counter("compacted_bytes", _TARGET, "Bytes copied by that."),
+    _counter("janitor_passes", _TARGET, "Times that the agent looked for space to reclaim."),
+    _counter("janitor_seconds", _TARGET, "Seconds that took."),
+)
+
+_GAUGES = (
+    _gauge("healthy", (), "1 if `lifeboat-cache status` finds nothing wrong, 0 otherwise."),
+    _gauge("processes", ("role", "core"), "Open stores and agents, by role and version."),
+    _gauge("stores", ("state",), "Open stores by state."),
+    _gauge("silence_seconds", ("role",), "Longest time since one of them published, in seconds."),
+    _gauge("index_blocks", _STORE, "Blocks known to be there, in the store that knows most."),
+    _gauge("queue_jobs", _STORE, "Jobs under way."),
+    _gauge("queue_bytes", _STORE, "Bytes that wait to be written."),
+    _gauge("target_used_bytes", _TARGET, "Bytes that the target's files take."),
+    _gauge("target_capacity_bytes", _TARGET, "Bytes that they may take, where there is a limit."),
+    _gauge("target_free_bytes", _TARGET, "Bytes free on the target's file system."),
+    _gauge("target_reserve_bytes", _TARGET, "Bytes that must stay free there."),
+    _gauge("target_blocks", _TARGET, "Blocks stored on the target."),
+    _gauge("target_usable", _TARGET, "1 if the agent can look after the target, 0 otherwise."),
+    _gauge("namespace_info", ("namespace", "engine", "model"), "1 for each namespace in use."),
+)
+
+#: Every metric, in the order in which they are shown.
+METRICS = _GAUGES + _COUNTERS
+
+
+def families(snapshot: Snapshot) -> list[Metric]:
+    """All metrics with their samples now; those without any are left out."""
+    gauges = _gauges(snapshot.entries, _kept(snapshot))
+    out: list[Metric] = []
+    for info in METRICS:
+        samples = gauges.get(info.name) if info.kind == "gauge" else _counts(info, snapshot)
+        if not samples:
+            continue
+        # Prometheus adds the ending of a counter itself.
+        family = (
+            GaugeMetricFamily(info.name, info.meaning, labels=info.labels)
+            if info.kind == "gauge"
+            else CounterMetricFamily(
+                info.name.removesuffix("_total"), info.meaning, labels=info.labels
+            )
+        )
+        for labels, value in samples.items():
+            family.add_metric(labels, value)
+        out.append(family)
+    return out
+
+
+def _counts(info: MetricInfo, snapshot: Snapshot) -> _Samples:
+    split = info.counted.endswith(":")
+    names = sorted(info.labels[:-1] if split else info.labels)
+    samples: dict[tuple[str, ...], float] = defaultdict(float)
+    for pairs, values in snapshot.counts.groups():
+        labels = dict(pairs)
+        if sorted(labels) != names:
+            continue
+        for name, value in values.items():
+            if not split:
+                if name == info.counted:
+                    samples[tuple(labels[label] for label in info.labels)] += value
+            elif name.startswith(info.counted):
+                outcome = name.removeprefix(info.counted)
+                labels["outcome"] = outcome if outcome in _OUTCOMES else OTHER
+                samples[tuple(labels[label] for label in info.labels)] += value
+    return samples
+
+
+def _kept(snapshot: Snapshot) -> set[str]:
+    """Namespaces that have labels of their own."""
+    return {
+        value
+        for pairs, _ in snapshot.counts.groups()
+        for name, value in pairs
+        if name == "namespace"
+    }
+
+
+def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, _Samples]:
+    living = [entry for entry in entries if entry.alive]
+    stores = living_stores(entries)
+    agent = agent_of(entries)
+    targets = _list(agent.document.get("targets")) if agent is not None else []
+    tally: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+
+    def put(
+        name: str,
+        labels: tuple[str, ...],
+        value: Any,
+        join: Callable[[float, float], float] = lambda a, b: a + b,
+    ) -> None:
+        if isinstance(value, (int, float)):
+            samples = tally[f"{_PREFIX}{name}"]
+            samples[labels] = join(samples[labels], value) if labels in samples else value
+
+    put("healthy", (), int(not problems(entries, targets, now=time.time())))
+    for entry in living:
+        put("processes", (entry.role or "unknown", entry.core or "unknown"), 1)
+        if entry.document:
+            put("silence_seconds", (entry.role or "unknown",), entry.age, max)
+    for entry in stores:
+        document = entry.document
+        put("stores", (str(document.get("state") or "unknown"),), 1)
+        labels = _labels(document, namespaces)
+        put("index_blocks", labels, _dict(document.get("index")).get("blocks"), max)
+        queue = _dict(document.get("queue"))
+        put("queue_jobs", labels, queue.get("jobs"))
+        put("queue_bytes", labels, queue.get("pending_bytes"))
+        model = str(_dict(document.get("engine")).get("model") or "")
+        if labels[0] not in (OTHER, "unknown"):
+            put("namespace_info", (labels[0], labels[1], model), 1, max)
+    for target in targets:
+        labels = (str(target.get("name")),)
+        for name in ("used_bytes", "capacity_bytes", "free_bytes", "reserve_bytes", "blocks"):
+            put(f"target_{name}", labels, target.get(name))
+        put("target_usable", labels, int(not target.get("problem")))
+    return dict(tally)
+
+
+def _labels(document: Mapping[str, Any], namespaces: set[str]) -> tuple[str, ...]:
+    namespace = str(_dict(document.get("namespace")).get("name") or "unknown")
+    engine = str(_dict(document.get("engine")).get("name") or "unknown")
+    target = str(_dict(document.get("target")).get("name") or "none")
+    if namespace not in namespaces:
+        return (OTHER, OTHER, OTHER)
+    return (namespace, engine, target)
+
+
+def _dict(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
