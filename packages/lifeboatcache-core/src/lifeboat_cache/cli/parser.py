@@ -77,6 +77,12 @@ def _check(args: argparse.Namespace) -> int:
     return check(args)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.bench_command import bench
+
+    return bench(args)
+
+
 def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
     """Return the parser of ``lifeboat-cache``.
 
@@ -213,6 +219,52 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
     check.add_argument(
         "--quiet", action="store_true", help="print faults only, and no progress on the terminal"
     )
+
+    bench = add(
+        commands,
+        "bench",
+        _bench,
+        "measure the store on this machine beside its device and memory",
+        "Stores, loads and looks up blocks in a directory of its own inside the target, which is "
+        "removed in the end, and measures raw reads and writes of the same size, depth and bytes "
+        "in turn with it. Leave the machine alone meanwhile.",
+    )
+    where = bench.add_mutually_exclusive_group()
+    where.add_argument(
+        "--target",
+        metavar="NAME",
+        help="a target of the configuration, by default the first usable one",
+    )
+    where.add_argument("--path", type=Path, metavar="DIR", help="a directory instead of a target")
+    bench.add_argument(
+        "--size",
+        default="256MiB",
+        metavar="SIZE",
+        help="bytes moved per operation, by default 256MiB; needs twice as much memory and space",
+    )
+    bench.add_argument(
+        "--block-size",
+        default="64KiB,256KiB,2MiB",
+        metavar="SIZES",
+        help="sizes of a block, by default 64KiB,256KiB,2MiB",
+    )
+    bench.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="jobs that share the blocks, by default one: a single request",
+    )
+    bench.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="how often everything is measured, by default 9 times; at least 7 without --quick",
+    )
+    bench.add_argument(
+        "--quick", action="store_true", help="only 3 rounds: a first idea, without intervals"
+    )
+    bench.add_argument("--json", action="store_true", help="print a JSON object a line")
 
     doctor = add(
         commands,

@@ -71,7 +71,8 @@ def _usage(parser: argparse.ArgumentParser) -> str:
             words.append(f"[{_spelled(action)}]")
         elif id(group) not in done:
             done.add(id(group))
-            words.append(f"({' | '.join(map(_spelled, group._group_actions))})")
+            either = " | ".join(map(_spelled, group._group_actions))
+            words.append(f"({either})" if group.required else f"[{either}]")
     if any(isinstance(action, argparse._SubParsersAction) for action in parser._actions):
         words.append("COMMAND ...")
     return " ".join(words)
