@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
 from lifeboat_cache.integrations import vllm_activation, vllm_memory, vllm_plugin
+from lifeboat_cache.integrations.vllm_switch import is_enabled
 
 Launch = Callable[..., Any]
 
@@ -231,8 +232,8 @@ def test_a_fault_of_ours_does_not_stop_the_launch(
     [("1", True), ("true", True), (" ON ", True), ("0", False), ("", False), ("no", False)],
 )
 def test_the_variable(value: str, on: bool) -> None:
-    assert vllm_activation.is_enabled({"LIFEBOAT_CACHE": value}) is on
-    assert not vllm_activation.is_enabled({})
+    assert is_enabled({"LIFEBOAT_CACHE": value}) is on
+    assert not is_enabled({})
 
 
 def test_without_the_variable_launches_are_left_alone(

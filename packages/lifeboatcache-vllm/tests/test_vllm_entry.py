@@ -6,6 +6,8 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 import lifeboat_entry
 import lifeboat_vllm_entry
 
@@ -47,3 +49,32 @@ def test_missing_core_is_one_warning() -> None:
     assert (done.returncode, done.stdout) == (0, "launched\n")
     (line,) = done.stderr.splitlines()
     assert "reinstall lifeboatcache-core" in line
+
+
+_QUIET = """
+import sys
+import lifeboat_vllm_entry
+lifeboat_vllm_entry.register()
+heavy = {"vllm", "numpy", "pydantic", "blake3", "yaml", "lifeboat_cache.config"} & set(sys.modules)
+assert not heavy, heavy
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+assert hasattr(KVConnectorFactory.create_connector.__func__, "_lifeboat_handover")
+assert "lifeboat_cache.config" not in sys.modules, "no connector of ours has been made"
+from vllm.engine.arg_utils import EngineArgs
+assert hasattr(EngineArgs.create_engine_config, "_lifeboat_activation") is SWITCHED_ON
+assert not any(type(finder).__name__ == "_Watch" for finder in sys.meta_path)
+print("launched")
+"""
+
+
+@pytest.mark.parametrize("switched_on", [False, True])
+def test_registering_imports_nothing_and_hooks_what_is_imported_later(switched_on: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _QUIET.replace("SWITCHED_ON", str(switched_on))],
+        env={**os.environ, "LIFEBOAT_CACHE": "1" if switched_on else "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["launched"]), done.stderr

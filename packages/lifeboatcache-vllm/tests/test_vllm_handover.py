@@ -83,6 +83,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def engine(engine_id: str, **extra: Any) -> Any:
+    extra = {"secondary_tiers": [], **extra}
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_connector_extra_config=extra),
         lora_config=None,
@@ -109,12 +110,13 @@ def test_the_configuration_reaches_the_tier_and_the_factory(
 
 def test_the_chunk_size_becomes_blocks(created: list[Any]) -> None:
     config = engine("chunks", lifeboat_chunk_tokens=256)
+    extra = {"secondary_tiers": [], "blocks_per_chunk": 16}
     groups = [SimpleNamespace(kv_cache_spec=spec(16))]
     KVConnectorFactory.create_connector(config, "r", SimpleNamespace(kv_cache_groups=groups))
-    assert config.kv_transfer_config.kv_connector_extra_config == {"blocks_per_chunk": 16}
+    assert config.kv_transfer_config.kv_connector_extra_config == extra
     # The worker of the same process finds it done.
     KVConnectorFactory.create_connector(config, "r", SimpleNamespace(kv_cache_groups=groups))
-    assert config.kv_transfer_config.kv_connector_extra_config == {"blocks_per_chunk": 16}
+    assert config.kv_transfer_config.kv_connector_extra_config == extra
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,8 @@ def test_vllm_starts_with_chunks_larger_than_the_cpu_tier(
 ) -> None:
     # vLLM cannot map a region without a single chunk.
     tiny_llama.write(tmp_path)
-    handed = hand_over(tmp_path, extra={"cpu_bytes_to_use": 1 << 15, "lifeboat_chunk_tokens": 1024})
+    small = {"cpu_bytes_to_use": 1 << 15, "lifeboat_chunk_tokens": 1024, "secondary_tiers": []}
+    handed = hand_over(tmp_path, extra=small)
     extra = handed.vllm_config.kv_transfer_config.kv_connector_extra_config
     KVConnectorFactory.create_connector(handed.vllm_config, "r", handed.kv_cache_config)
     assert extra["blocks_per_chunk"] == 1
@@ -149,10 +152,24 @@ def test_vllm_starts_with_chunks_larger_than_the_cpu_tier(
     assert 0 < spec.num_chunks < LEAST_CHUNKS
 
 
+def test_a_tier_inside_another_connector_is_known(created: list[Any]) -> None:
+    config = engine("several")
+    tiers = {"secondary_tiers": [{"type": "LifeboatTier"}]}
+    inner = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": tiers}
+    config.kv_transfer_config.kv_connector_extra_config = {"connectors": [inner]}
+    KVConnectorFactory.create_connector(config, "r", None)
+    handed = vllm_handover.engine_config("several")
+    assert handed is not None
+    assert handed.vllm_config is config
+
+
 def test_other_connectors_are_left_alone(created: list[Any]) -> None:
     config = engine("other", block_size=64, something=1)
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    del extra["secondary_tiers"]
     KVConnectorFactory.create_connector(config, "r", None)
-    assert config.kv_transfer_config.kv_connector_extra_config == {"block_size": 64, "something": 1}
+    assert extra == {"block_size": 64, "something": 1}
+    assert vllm_handover.engine_config("other") is None
     KVConnectorFactory.create_connector(SimpleNamespace(), "r", None)
     assert len(created) == 2
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lifeboat_cache.config import load_config
@@ -20,7 +20,7 @@ from lifeboat_cache.integrations.vllm_handover import CHUNK_TOKENS_KEY
 from lifeboat_cache.integrations.vllm_identity import standdown_reason
 from lifeboat_cache.integrations.vllm_memory import available_memory, size_cpu_tier
 
-__all__ = ["TIER_MODULE", "TIER_TYPE", "install", "is_enabled"]
+__all__ = ["TIER_MODULE", "TIER_TYPE", "install"]
 
 TIER_MODULE = "lifeboat_cache.integrations.vllm_tier"
 TIER_TYPE = "LifeboatTier"
@@ -33,11 +33,6 @@ _DECIDED = "_LIFEBOAT_CACHE_CPU_TIER_BYTES"
 
 _MARK = "_lifeboat_activation"
 _log = logging.getLogger("lifeboat_cache")
-
-
-def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``LIFEBOAT_CACHE`` asks for activation."""
-    return environ.get("LIFEBOAT_CACHE", "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def install(platform_can_offload: Callable[[], bool]) -> None:

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lifeboat_cache.integrations import vllm_lora
-
 __all__ = [
     "CHUNK_TOKENS_KEY",
     "LEAST_CHUNKS",
@@ -68,7 +66,8 @@ def install() -> None:
     def create_connector(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             kv_cache_config = kwargs.get("kv_cache_config", args[1] if len(args) > 1 else None)
-            _take(config, kv_cache_config)
+            if _has_tiers(config):
+                _take(config, kv_cache_config)
         except Exception:  # then the tier does not know its engine and stands down
             _log.exception("LifeboatCache: the engine's configuration was not understood")
         return original(cls, config, *args, **kwargs)
@@ -77,11 +76,19 @@ def install() -> None:
     KVConnectorFactory.create_connector = classmethod(create_connector)
 
 
+def _has_tiers(config: Any) -> bool:
+    """Whether some connector may have a tier of ours, at whatever depth."""
+    extra = getattr(getattr(config, "kv_transfer_config", None), "kv_connector_extra_config", None)
+    return "secondary_tiers" in str(extra)
+
+
 def _take(config: Any, kv_cache_config: Any) -> None:
     transfer = getattr(config, "kv_transfer_config", None)
     engine_id = getattr(transfer, "engine_id", None)
     if transfer is None or not engine_id:
         return
+    from lifeboat_cache.integrations import vllm_lora
+
     _known[engine_id] = EngineConfig(config, kv_cache_config)
     vllm_lora.install()
     extra = transfer.kv_connector_extra_config

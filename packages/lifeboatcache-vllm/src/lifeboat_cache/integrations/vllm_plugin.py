@@ -1,20 +1,25 @@
 """The ``vllm.general_plugins`` plugin.
 
 vLLM calls :func:`register` once in every process: API server, engine core, workers.
+It costs next to nothing there: what is needed is imported when vLLM comes to it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
-from lifeboat_cache.integrations import vllm_activation, vllm_handover
-from lifeboat_cache.interface import require_interface
+from lifeboat_cache.integrations.vllm_import_hook import when_imported
+from lifeboat_cache.integrations.vllm_switch import is_enabled
 
 __all__ = ["register", "registered", "set_platform_check"]
 
 _log = logging.getLogger("lifeboat_cache")
 _registered = False
+
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+_ARGUMENTS = "vllm.engine.arg_utils"
 
 
 def _offloads_here() -> bool:
@@ -48,12 +53,36 @@ def registered() -> bool:
 def register() -> None:
     """Hand configurations to the tier and, if asked to, switch it on. Idempotent."""
     global _registered
-    require_interface(1, 0, "lifeboatcache-vllm")
-    _log_like_vllm()
-    vllm_handover.install()
+    if _registered:
+        return
     _registered = True
-    if vllm_activation.is_enabled():
-        vllm_activation.install(_can_offload)
+    _log_like_vllm()
+    when_imported(_FACTORY, partial(_safely, _hand_over))
+    if is_enabled():
+        when_imported(_ARGUMENTS, partial(_safely, _activate))
+
+
+def _safely(step: Callable[[], None]) -> None:
+    """Runs inside an import of vLLM's, which must not fail."""
+    try:
+        step()
+    except Exception as error:
+        _log.warning("LifeboatCache is off in this process: %s", error)
+
+
+def _hand_over() -> None:
+    from lifeboat_cache.integrations import vllm_handover
+
+    vllm_handover.install()
+
+
+def _activate() -> None:
+    from lifeboat_cache.interface import require_interface
+
+    require_interface(1, 0, "lifeboatcache-vllm")
+    from lifeboat_cache.integrations import vllm_activation
+
+    vllm_activation.install(_can_offload)
 
 
 def _log_like_vllm() -> None:

@@ -52,6 +52,7 @@ from lifeboat_cache.interface import (
     Outcome,
     State,
     open_block_store,
+    require_interface,
 )
 
 __all__ = ["LifeboatTier"]
@@ -147,6 +148,7 @@ class LifeboatTier(SecondaryTierManager):
             _log.exception("LifeboatCache stands down: it could not start; please report this")
 
     def _begin(self, config: Path | None) -> None:
+        require_interface(1, 0, "lifeboatcache-vllm")
         handed = engine_config(self._offloading_spec.config.engine_id)
         if handed is not None:
             # Of this engine: others of the process may apply the same adapters otherwise.

@@ -1,0 +1,55 @@
+"""What the tier adds to ``lifeboat-cache status`` and the agent's metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.integrations.vllm_requests import split_key
+from lifeboat_cache.interface import Outcome
+
+__all__ = ["Published"]
+
+
+class Published:
+    """Counts the tokens that one store has given back.
+
+    Parameters
+    ----------
+    spec
+        vLLM's offloading spec, which says how many tokens a chunk holds.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        blocks = getattr(spec, "blocks_per_chunk", 0)
+        # Of the groups of layers in vLLM's order; unknown in a release that says it otherwise.
+        self._tokens = [
+            int(tokens) * int(blocks) for tokens in getattr(spec, "tokens_per_block", ())
+        ]
+        self._served = 0
+
+    def loaded(self, keys: Sequence[bytes], outcomes: npt.NDArray[np.uint8]) -> None:
+        """Count a load job. Every group of layers holds the same tokens: they count once."""
+        groups = Counter(
+            split_key(key)[1]
+            for key, outcome in zip(keys, outcomes.tolist(), strict=True)
+            if outcome == Outcome.OK
+        )
+        self._served += max(
+            (
+                count * self._tokens[group]
+                for group, count in groups.items()
+                if group < len(self._tokens)
+            ),
+            default=0,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What is published; asked on a thread of the store."""
+        import vllm
+
+        return {"engine": "vllm", "version": vllm.__version__, "served_tokens": self._served}
