@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from vllm_tiering import Engine, offload_keys, random_chunks
 from lifeboat_cache.errors import IdentityError
 from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.integrations import vllm_epoch, vllm_namespace, vllm_tier
-from lifeboat_cache.interface import State
+from lifeboat_cache.integrations.vllm_published import Published
+from lifeboat_cache.interface import Outcome, State
+from lifeboat_cache.registry.extra import facts_of
 
 ROW = 64 << 10
 COUNT = 12
@@ -393,6 +396,37 @@ def test_metrics_count_what_happened(engine: OpenEngine, stored: Any) -> None:
     assert "lifeboat_blocks_loaded" not in later.data["data"], "counters are handed over once"
     defined = vllm_tier.LifeboatTier.build_metric_definitions({})
     assert {name for name in stats if name.startswith("lifeboat")} <= set(defined)
+
+
+def test_restored_tokens_are_published(engine: OpenEngine, stored: Any) -> None:
+    keys, _ = stored
+    second = engine()
+    spec = second.tier._offloading_spec
+    tokens = spec.tokens_per_block[0] * spec.blocks_per_chunk
+    assert facts_of(second.tier.store)["served_tokens"] == 0
+    second.restore(keys)
+    facts = facts_of(second.tier.store)
+    assert facts["engine"] == "vllm"
+    assert facts["version"]
+    assert facts["served_tokens"] == COUNT * tokens
+    first = second.tier._published
+    second.tier._weights_changed("a test")
+    # The new store has counted nothing, and what the old one had is not counted again.
+    assert facts_of(second.tier.store)["served_tokens"] == 0
+    assert first.facts()["served_tokens"] == COUNT * tokens
+
+
+def test_tokens_of_several_groups_count_once() -> None:
+    spec = SimpleNamespace(tokens_per_block=(16, 32), blocks_per_chunk=4)
+    published = Published(spec)
+    outcomes = np.array([Outcome.OK, Outcome.OK, Outcome.CORRUPT, Outcome.OK], dtype=np.uint8)
+    keys = [bytes(32) + group.to_bytes(4, "big") for group in (0, 0, 0, 1)]
+    published.loaded(keys, outcomes)
+    assert published.facts()["served_tokens"] == 128
+    # A release that says it otherwise: nothing is made up.
+    unknown = Published(SimpleNamespace())
+    unknown.loaded(keys, outcomes)
+    assert unknown.facts()["served_tokens"] == 0
 
 
 def test_a_load_never_lands_after_its_job_was_reported(

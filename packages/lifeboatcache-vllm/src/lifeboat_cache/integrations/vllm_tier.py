@@ -41,6 +41,7 @@ from lifeboat_cache.integrations.vllm_handover import engine_config
 from lifeboat_cache.integrations.vllm_lora import EngineAdapters
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_namespace import find_namespace
+from lifeboat_cache.integrations.vllm_published import Published
 from lifeboat_cache.integrations.vllm_requests import RequestKeys
 from lifeboat_cache.interface import (
     BlockBatch,
@@ -54,6 +55,7 @@ from lifeboat_cache.interface import (
     open_block_store,
     require_interface,
 )
+from lifeboat_cache.registry import attach
 
 __all__ = ["LifeboatTier"]
 
@@ -128,6 +130,7 @@ class LifeboatTier(SecondaryTierManager):
             )
         )
         self._metrics = TierMetrics()
+        self._published = Published(offloading_spec)
         self._stopping = threading.Event()
         self._closed = False
         self._epoch = ""
@@ -166,7 +169,10 @@ class LifeboatTier(SecondaryTierManager):
     def _open(self, namespace: Any) -> BlockStore:
         if self._config is None:
             raise RuntimeError("the tier stands down and opens no store")
-        return open_block_store(self._config, namespace, pending_bytes=self._pending_bytes)
+        store = open_block_store(self._config, namespace, pending_bytes=self._pending_bytes)
+        self._published = Published(self._offloading_spec)  # each store has counts of its own
+        attach(store, self._published.facts)
+        return store
 
     def _identify(self, salt: str) -> Namespace:
         """Name the namespace; on a thread of the store, since weights are read."""
@@ -367,6 +373,8 @@ class LifeboatTier(SecondaryTierManager):
             job_id, keys, target, job = self._done.popleft()
             try:
                 self._metrics.job(job)
+                if job.kind == "load" and target is self._store:
+                    self._published.loaded(keys, job.outcomes)
                 results.append(self._result(job_id, keys, target, job))
             except Exception:  # see _submit
                 _log.exception("LifeboatCache: a job's end was not understood; please report this")
