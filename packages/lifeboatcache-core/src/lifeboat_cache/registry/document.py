@@ -18,7 +18,7 @@ The agent's document::
     kind        "agent"
     state       what it does ("active", …), and ``reason``, what it cannot do and why
     targets     [{name, location, used_bytes, capacity_bytes, free_bytes, reserve_bytes,
-                  blocks, problem}, …]
+                  blocks, problem}, …]; what has not been measured is null
     recent      {}
     counters    label ``target``
 
@@ -109,7 +109,7 @@ class TargetFacts:
     free_bytes, reserve_bytes
         What the filesystem has left, and must keep.
     blocks
-        Blocks that are stored, if known.
+        Blocks that are stored; ``None`` = nothing has been measured yet.
     problem
         Why it cannot be looked after; empty if it can.
     counters
@@ -144,9 +144,9 @@ def agent_document(
             {
                 "name": target.name,
                 "location": target.location,
-                "used_bytes": target.used_bytes,
+                "used_bytes": None if target.blocks is None else target.used_bytes,
                 "capacity_bytes": target.capacity_bytes,
-                "free_bytes": target.free_bytes,
+                "free_bytes": None if target.blocks is None else target.free_bytes,
                 "reserve_bytes": target.reserve_bytes,
                 "blocks": target.blocks,
                 "problem": target.problem[:_TEXT],

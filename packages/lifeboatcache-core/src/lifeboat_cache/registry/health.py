@@ -53,6 +53,7 @@ def problems(
     *,
     now: float,
     agent_expected: bool = True,
+    agent_reason: str = "",
 ) -> list[str]:
     """What is wrong, each with its remedy; nothing if all is well.
 
@@ -66,10 +67,12 @@ def problems(
         Seconds since 1970.
     agent_expected
         Whether there should be an agent while engines run.
+    agent_reason
+        Why there is none, if that is known.
     """
     return [
         *_of_stores(entries),
-        *_of_agent(entries, now, agent_expected),
+        *_of_agent(entries, now, agent_expected, agent_reason),
         *_of_targets(targets),
         *_losses(entries),
     ]
@@ -95,18 +98,27 @@ def _of_stores(entries: Sequence[ProcessEntry]) -> list[str]:
     return found
 
 
-def _of_agent(entries: Sequence[ProcessEntry], now: float, expected: bool) -> list[str]:
-    agent = agent_of(entries)
-    engines = [
-        entry
+def _of_agent(entries: Sequence[ProcessEntry], now: float, expected: bool, why: str) -> list[str]:
+    agents = [entry for entry in entries if entry.alive and entry.role == "agent"]
+    # Each machine that shares the home directory has its own.
+    machines = {entry.identity.boot for entry in agents}
+    alone = any(
+        entry.role == "engine"
+        and entry.identity.boot not in machines
+        and abs(now - entry.started) > _STARTING_S
         for entry in living_stores(entries)
-        if entry.role == "engine" and abs(now - entry.started) > _STARTING_S
-    ]
-    if agent is None:
-        if engines and expected:
-            text = "no agent runs beside the engines, so nothing is evicted or reclaimed: "
-            return [text + "start one with `lifeboat-cache agent`; its log says why it ended"]
-        return []
+    )
+    found = []
+    if alone and expected:
+        text = "no agent runs beside the engines, so nothing is evicted or reclaimed"
+        why = f" ({why})" if why else ""
+        found.append(f"{text}{why}: start one with `lifeboat-cache agent`; its log says more")
+    for agent in agents:
+        found += _of_one_agent(agent)
+    return found
+
+
+def _of_one_agent(agent: ProcessEntry) -> list[str]:
     if agent.age > SILENT_S:
         silence = format_duration(agent.age)
         text = f"the agent (pid {agent.pid}) has published nothing for {silence}: it hangs; "

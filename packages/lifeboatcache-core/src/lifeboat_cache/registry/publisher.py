@@ -104,7 +104,11 @@ class StorePublisher:
         # that moved to other labels would look like one that fell.
         values = store_values(self._store.counters(), facts)
         more = {name: value - self._counted.get(name, 0) for name, value in values.items()}
-        self._counts.add(store_labels(self._store, facts), more)
+        labels = store_labels(self._store, facts)
+        if {"unknown", "none"} & set(labels.values()):
+            more = {name: value for name, value in more.items() if value}
+        if more:
+            self._counts.add(labels, more)
         for name, value in values.items():
             self._counted[name] = max(value, self._counted.get(name, 0))
 
