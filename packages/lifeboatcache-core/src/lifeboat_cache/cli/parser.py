@@ -16,8 +16,8 @@ PROGRAM = "lifeboat-cache"
 
 #: Every exit code of the command, and what it means.
 EXIT_CODES = {
-    0: "done; for doctor and selftest: nothing failed; for check: nothing is wrong",
-    1: "doctor: a check failed; check: something is or was wrong; purge: you answered no; "
+    0: "done; for doctor and selftest: nothing failed; for check and status: nothing is wrong",
+    1: "doctor: a check failed; check, status: something is or was wrong; purge: you answered no; "
     "selftest: a step failed",
     2: "wrong usage or configuration, or something could not be read or written; "
     "selftest: it could not run",
@@ -81,6 +81,18 @@ def _bench(args: argparse.Namespace) -> int:
     from lifeboat_cache.cli.bench_command import bench
 
     return bench(args)
+
+
+def _agent(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.agent_command import agent
+
+    return agent(args)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.status_command import status
+
+    return status(args)
 
 
 def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
@@ -174,6 +186,24 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         "namespace", nargs="?", metavar="NAMESPACE", help="a namespace, or the start of its name"
     )
     _json(ls)
+
+    status = add(
+        commands,
+        "status",
+        _status,
+        "show which engines use this home directory, and whether all is well",
+        "Processes, hit rates, bytes, space, queues, evictions and losses, as processes publish "
+        "them; nobody is asked. What is wrong is said first, and the exit code is 1 then.",
+    )
+    _json(status)
+    status.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="show it again every so many seconds, by default 2, until interrupted",
+    )
 
     purge = add(
         commands,
@@ -294,6 +324,19 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
     _json(selftest)
     selftest.add_argument(
         "--keep", action="store_true", help="leave the files that were written, and say where"
+    )
+
+    agent = add(
+        commands,
+        "agent",
+        _agent,
+        "run the node agent in the foreground",
+        "It reclaims space, compiles kernels and serves metrics until it is told to end (SIGTERM "
+        "or Ctrl-C). Engines start one by themselves unless agent.autostart is off; this one takes "
+        "over from it.",
+    )
+    agent.add_argument(
+        "--stop", action="store_true", help="end the agent of this node and home instead"
     )
 
     if plugins:

@@ -6,6 +6,7 @@ Needs neither an engine nor torch, and reads YAML only if there is a file.
 from lifeboat_cache.config.loader import LoadedConfig, load_config, preset_names, preset_path
 from lifeboat_cache.config.schema import (
     FALLBACK_NAME,
+    Agent,
     Config,
     Engine,
     FallbackLocal,
@@ -18,6 +19,7 @@ from lifeboat_cache.config.schema import (
 
 __all__ = [
     "FALLBACK_NAME",
+    "Agent",
     "Config",
     "Engine",
     "FallbackLocal",

@@ -32,6 +32,7 @@ from lifeboat_cache.config.units import (
 
 __all__ = [
     "FALLBACK_NAME",
+    "Agent",
     "Config",
     "Engine",
     "FallbackLocal",
@@ -385,6 +386,16 @@ class Engine(Section):
         return round(self.native_cpu_gb * 1e9)
 
 
+class Agent(Section):
+    """The agent: one process per node and home directory that looks after the store."""
+
+    autostart: _Switch = Field(
+        default=True,
+        description="Whether engines start the agent when there is none. Without an agent nothing "
+        "is evicted: a store that is full takes no more.",
+    )
+
+
 class Security(Section):
     """Who may share KV."""
 
@@ -433,5 +444,6 @@ class Config(Section):
 
     storage: Storage
     engine: Engine
+    agent: Agent
     security: Security
     telemetry: Telemetry

@@ -44,7 +44,9 @@ def run_directory(home: Path, *, create: bool = False) -> Path:
     """
     path = home / "run"
     if create:
-        path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        # One by one: only the last of several that are made at once gets the mode.
+        home.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        path.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
     return path
 
 

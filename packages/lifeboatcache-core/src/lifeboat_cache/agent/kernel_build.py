@@ -1,0 +1,97 @@
+"""Compiling the kernels beside everything else, in a process that ends afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lifeboat_cache.agent.exits import Exit
+
+__all__ = ["KernelBuild"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: A compiler that takes longer is ended.
+_MOST_S = 1800.0
+
+
+class KernelBuild:
+    """One attempt to have the kernels compiled.
+
+    The compiler takes seconds of CPU time and a few hundred MB, which the process
+    takes with it when it ends.
+
+    Parameters
+    ----------
+    home
+        The home directory.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._child: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
+        #: ``waiting``, ``compiling``, ``ready`` or ``failed``.
+        self.state = "waiting"
+        #: What went wrong; empty if nothing did.
+        self.problem = ""
+
+    def start(self) -> None:
+        """Start it."""
+        self._began = time.monotonic()
+        command = [sys.executable, "-P", str(Path(__file__).with_name("__main__.py"))]
+        command += ["--home", str(self._home), "--compile"]
+        try:
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd="/")
+            self.state = "compiling"
+        except OSError as error:
+            self._failed(f"{sys.executable}: {error.strerror}")
+
+    def look(self) -> None:
+        """See whether it is done."""
+        if self._child is None:
+            return
+        code = self._child.poll()
+        took = time.monotonic() - self._began
+        if code is None:
+            if took > _MOST_S:
+                self.stop()
+                self._failed(f"no end after {took:.0f} s")
+            return
+        self._child = None
+        if code == Exit.OK:
+            self.state = "ready"
+            _log.info("the kernels are ready after %.1f s", took)
+        else:
+            self._failed(f"the compiler ended with {code}, see the lines above in agent.log")
+
+    def stop(self) -> None:
+        """End it at once: what it has made so far is not used by anybody."""
+        child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(OSError):
+                child.kill()
+            child.wait()
+
+    def _failed(self, why: str) -> None:
+        self.state = "failed"
+        self.problem = f"the kernels could not be compiled: {why}; engines go on without them"
+        _log.warning("%s", self.problem)
+
+
+def compile_here(home: Path) -> Exit:
+    """Compile in this process; log what happened."""
+    from lifeboat_cache import kernels
+    from lifeboat_cache.agent.priority import step_back
+
+    step_back()
+    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+    if kernels.compile_all(home):
+        return Exit.OK
+    _log.warning("%s", kernels.reason())
+    return Exit.FAILED

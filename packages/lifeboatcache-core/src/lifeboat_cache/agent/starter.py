@@ -1,0 +1,208 @@
+"""Starting the agent from an engine, and starting it again when it has died."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lifeboat_cache.agent.environment import child_environment
+from lifeboat_cache.agent.exits import Exit
+from lifeboat_cache.agent.places import AgentPlaces
+from lifeboat_cache.agent.status import (
+    HUNG_AFTER_S,
+    AgentState,
+    AgentStatus,
+    clock,
+    status_at,
+)
+from lifeboat_cache.registry.files import read_json, replace_json
+
+__all__ = ["LEASE_S", "ensure_agent", "start_lock"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: The agent ends so many seconds after the last engine.
+LEASE_S = 60.0
+
+#: After so many starts within this time nobody starts it again.
+_MOST_STARTS = 5
+_STARTS_S = 600.0
+
+#: How long a Python interpreter may take until it has the lock or says why not.
+_START_S = 60.0
+
+# One start at a time in this process, for its threads share its locks.
+_guard = threading.Lock()
+_said: dict[str, float] = {}
+
+
+def ensure_agent(
+    home: Path,
+    config_path: Path | None = None,
+    *,
+    lease_s: float = LEASE_S,
+    hung_after_s: float = HUNG_AFTER_S,
+) -> AgentStatus:
+    """Make sure that this node and home have an agent; call it again every few seconds.
+
+    Costs a look at two small files where one is alive. Otherwise it starts one and
+    returns when that has taken its lock: some tenths of a second, in which nothing
+    holds the interpreter. Never raises; the status says why there is none.
+
+    Parameters
+    ----------
+    home
+        The home directory.
+    config_path
+        The configuration file in use; ``None`` lets the agent find it as engines do.
+    lease_s
+        How long the agent outlives the last engine, in seconds.
+    hung_after_s
+        Silence of the agent, in seconds, after which another is started in its place.
+    """
+    try:
+        places = AgentPlaces.of(home)
+        status = status_at(places, hung_after_s)
+        if status.alive:
+            return status
+        if not _guard.acquire(blocking=False):
+            return AgentStatus(AgentState.STARTING)
+        try:
+            places.make()
+            with start_lock(places) as mine:
+                if not mine:
+                    return AgentStatus(AgentState.STARTING)
+                # Somebody may have started it between the look and the lock.
+                status = status_at(places, hung_after_s)
+                if not status.alive:
+                    status = _start(places, config_path, lease_s, status)
+        finally:
+            _guard.release()
+    except OSError as error:
+        status = AgentStatus(
+            AgentState.FAILED,
+            f"the agent cannot be started: {error.filename or home}: {error.strerror or error}: "
+            "choose a home directory (LIFEBOAT_CACHE_HOME) that can be written",
+        )
+    except Exception as error:  # a fault of ours must not reach the engine
+        status = AgentStatus(
+            AgentState.FAILED,
+            f"the agent cannot be started: {type(error).__name__}: {error}: please report this",
+        )
+    if status.state in (AgentState.FAILED, AgentState.BACKOFF):
+        _say(status.reason)
+    return status
+
+
+@contextlib.contextmanager
+def start_lock(places: AgentPlaces) -> Iterator[bool]:
+    """Hold the lock of whoever starts an agent; false if another process does.
+
+    Raises
+    ------
+    OSError
+        If its file cannot be made.
+    """
+    fd = os.open(places.start, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            yield False
+            return
+        except OSError:
+            pass  # a filesystem without locks: two agents at worst, and one of them ends
+        yield True
+    finally:
+        os.close(fd)
+
+
+def _start(
+    places: AgentPlaces, config: Path | None, lease_s: float, found: AgentStatus
+) -> AgentStatus:
+    starts = [then for then in _starts(places) if 0 <= clock() - then < _STARTS_S]
+    if len(starts) >= _MOST_STARTS:
+        wait = _STARTS_S - (clock() - starts[0])
+        return AgentStatus(
+            AgentState.BACKOFF,
+            f"the agent has ended unexpectedly {len(starts)} times within "
+            f"{_STARTS_S / 60:.0f} minutes and is not started for {wait:.0f} s: "
+            f"see {places.log}",
+            found.pid,
+            found.age,
+            found.document,
+        )
+    replace_json(places.history, {"starts": [*starts, clock()]})
+    if found.state in (AgentState.DIED, AgentState.HUNG):
+        _log.info("LifeboatCache: %s; another is started", found.reason)
+    reason = _spawn(places, config, lease_s, take_over=found.state is AgentState.HUNG)
+    if reason:
+        return AgentStatus(AgentState.FAILED, f"the agent cannot be started: {reason}")
+    return AgentStatus(AgentState.STARTING)
+
+
+def _starts(places: AgentPlaces) -> list[float]:
+    found = read_json(places.history)
+    starts = found[0].get("starts") if found else None
+    return [then for then in (starts if isinstance(starts, list) else []) if _number(then)]
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _spawn(places: AgentPlaces, config: Path | None, lease_s: float, *, take_over: bool) -> str:
+    """Start an agent that is nobody's child; return why that failed, or nothing."""
+    if not sys.executable:
+        return "this process does not know its Python interpreter: run `lifeboat-cache agent`"
+    home = Path(os.path.abspath(places.home))
+    # By its file: a foreign distribution that hides `lifeboat_cache` is not even looked at.
+    # -P: nothing is imported from where it lies.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("__main__.py"))]
+    command += ["--home", str(home), "--lease", str(lease_s), "--detach"]
+    if config is not None:
+        command += ["--config", os.path.abspath(config)]
+    if take_over:
+        command.append("--take-over")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    log = os.open(places.log, flags, 0o600)
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=child_environment(os.environ, home, config),
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"{sys.executable}: {error.strerror}: run `lifeboat-cache agent`"
+    finally:
+        os.close(log)
+    try:
+        # What was started here only starts the agent and ends: it is reaped at once, and
+        # the agent itself is not among the engine's children.
+        code = child.wait(_START_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        return f"it did not start within {_START_S:.0f} s: see {places.log}"
+    if code in (Exit.OK, Exit.ANOTHER):
+        return ""
+    return f"it ended with {code} at its start: see {places.log}"
+
+
+def _say(reason: str) -> None:
+    now = time.monotonic()
+    if now - _said.get(reason[:40], -_STARTS_S) >= _STARTS_S:
+        _said[reason[:40]] = now
+        _log.warning("LifeboatCache: %s. Nothing is evicted until there is one", reason)

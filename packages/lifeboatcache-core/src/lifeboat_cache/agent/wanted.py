@@ -1,0 +1,127 @@
+"""Which targets an agent looks after, and with which limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lifeboat_cache.config import Config
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+__all__ = ["WantedTarget", "merged", "of_config", "of_document"]
+
+_DirectIO = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True)
+class WantedTarget:
+    """A directory and its limits.
+
+    Attributes
+    ----------
+    path
+        The directory, links resolved.
+    name
+        For people.
+    capacity
+        Bytes that all writers together may allocate; ``None`` = no limit.
+    reserve
+        Bytes that the filesystem must keep free.
+    direct_io
+        See :class:`FilesystemTarget`.
+    """
+
+    path: Path
+    name: str
+    capacity: int | None
+    reserve: int
+    direct_io: _DirectIO
+
+    def open(self) -> FilesystemTarget:
+        """The target; nothing is read or made."""
+        return FilesystemTarget(
+            self.path,
+            name=self.name,
+            capacity=self.capacity,
+            reserve=self.reserve,
+            direct_io=self.direct_io,
+        )
+
+
+def of_config(config: Config) -> list[WantedTarget]:
+    """The enabled targets of a configuration."""
+    return [
+        WantedTarget(
+            Path(os.path.realpath(tier.path)),
+            tier.name,
+            tier.capacity_bytes,
+            tier.min_free_bytes,
+            tier.direct_io,
+        )
+        for tier in config.storage.places
+    ]
+
+
+def of_document(document: Mapping[str, Any]) -> WantedTarget | None:
+    """The target that a store has published, if it has said all that must be known of it."""
+    facts = document.get("target")
+    if not isinstance(facts, dict):
+        return None
+    path, name, direct_io = facts.get("location"), facts.get("name"), facts.get("direct_io")
+    capacity, reserve = facts.get("capacity_bytes", -1), facts.get("reserve_bytes")
+    if (
+        not isinstance(path, str)
+        or not os.path.isabs(path)
+        or "\0" in path
+        or not isinstance(name, str)
+        or not (capacity is None or _size(capacity))
+        or not _size(reserve)
+        or direct_io not in ("auto", "on", "off")
+    ):
+        return None
+    # A dead mount makes this wait, as it does all else that is done about such a target.
+    real = Path(os.path.realpath(path))
+    return WantedTarget(
+        real, name, cast("int | None", capacity), cast("int", reserve), cast("_DirectIO", direct_io)
+    )
+
+
+def _size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def merged(targets: Iterable[WantedTarget]) -> tuple[dict[Path, WantedTarget], list[str]]:
+    """One target for each directory.
+
+    Where processes disagree, the smallest capacity and the largest reserve count: each
+    was told to everybody as the most that all engines together take, and a writer with a
+    smaller limit than the janitor's could never store again. O_DIRECT is off if anybody
+    says so.
+
+    Returns
+    -------
+    dict
+        By directory.
+    list of str
+        What they disagree on, for people.
+    """
+    chosen: dict[Path, WantedTarget] = {}
+    disagreements: dict[Path, str] = {}
+    for target in targets:
+        known = chosen.setdefault(target.path, target)
+        limits = [c for c in (known.capacity, target.capacity) if c is not None]
+        capacity = min(limits, default=None)
+        reserve = max(known.reserve, target.reserve)
+        modes = {known.direct_io, target.direct_io}
+        direct_io: _DirectIO = "off" if "off" in modes else "on" if "on" in modes else "auto"
+        chosen[target.path] = WantedTarget(target.path, known.name, capacity, reserve, direct_io)
+        if (known.capacity, known.reserve) != (target.capacity, target.reserve):
+            disagreements[target.path] = (
+                f"{target.path}: engines and configuration disagree on its limits; the smallest "
+                f"capacity ({'none' if capacity is None else f'{capacity:,} bytes'}) and the "
+                f"largest reserve ({reserve:,} bytes) count: give all of them one configuration"
+            )
+    return chosen, list(disagreements.values())
