@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("lifeboat_cache.testing.target")
 
+from lifeboat_cache import kernels  # noqa: E402
+from lifeboat_cache.kernels import cache as kernel_cache  # noqa: E402
 from lifeboat_cache.namespace import Namespace  # noqa: E402
 from lifeboat_cache.store.block_store import BlockStore  # noqa: E402
 from lifeboat_cache.targets.base import Target  # noqa: E402
@@ -30,6 +34,67 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("quick")
+
+
+#: Set to `off`, the whole suite runs with the twins of the kernels.
+TEST_KERNELS = "LIFEBOAT_TEST_KERNELS"
+
+_DAY_S = 86_400
+
+_LOAD = kernels.load
+
+
+@pytest.fixture(scope="session")
+def kernel_home(pytestconfig: pytest.Config) -> Path:
+    """A home directory with compiled kernels, kept from one run of pytest to the next."""
+    assert pytestconfig.cache is not None
+    home = Path(pytestconfig.cache.mkdir("lifeboat-kernels"))
+    assert kernels.compile_all(home), kernels.reason()
+    mine = kernel_cache.directory(home)
+    os.utime(mine)
+    for other in mine.parent.iterdir():  # of sources that have been edited since
+        if other != mine and time.time() - other.stat().st_mtime > _DAY_S:
+            shutil.rmtree(other, ignore_errors=True)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are on, as they are in production, unless a test or the caller wants them off."""
+    wanted = not {"kernels_off", "both_kernels"}.intersection(request.fixturenames)
+    if wanted and os.environ.get(TEST_KERNELS) != "off":
+        _switch(request, monkeypatch, on=True)
+    else:
+        _switch(request, monkeypatch, on=False)
+
+
+def _switch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *, on: bool) -> None:
+    if on:
+        monkeypatch.setattr(kernels, "load", _LOAD)
+        request.getfixturevalue("kernel_home")
+        monkeypatch.setattr(kernels, "_ready", True)
+    else:
+        monkeypatch.setattr(kernels, "load", lambda home=None: False)
+        monkeypatch.setattr(kernels, "_ready", False)
+
+
+@pytest.fixture
+def kernels_off() -> None:
+    """The test runs without kernels, as until an agent has compiled them."""
+
+
+@pytest.fixture
+def kernels_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs with kernels, whatever the caller wants for the suite."""
+    _switch(request, monkeypatch, on=True)
+
+
+@pytest.fixture(params=["kernels", "twins"])
+def both_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The test runs twice: with kernels and without; whether they are on."""
+    on = bool(request.param == "kernels")
+    _switch(request, monkeypatch, on=on)
+    return on
 
 
 @pytest.fixture
