@@ -23,8 +23,9 @@ from lifeboat_cache.check.report import (
 from lifeboat_cache.check.survey import read_document, survey_namespace
 from lifeboat_cache.errors import ForeignDataError, LifeboatError, NewerFormatError
 from lifeboat_cache.format.header import FORMAT_VERSION
+from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
 from lifeboat_cache.namespace import Namespace
-from lifeboat_cache.targets.layout import ROOT_MARKER, check_root, write_atomically
+from lifeboat_cache.targets.layout import ROOT_MARKER, USAGE_FILE, check_root, write_atomically
 
 __all__ = ["CheckedTarget", "check_targets", "namespace_directories"]
 
@@ -66,6 +67,7 @@ def check_targets(
     threads: int | None = None,
     stop: threading.Event | None = None,
     show: Callable[[int, int], None] | None = None,
+    key: IntegrityKey | None = None,
 ) -> CheckReport:
     """Verify what targets hold, beside engines that use them.
 
@@ -84,6 +86,8 @@ def check_targets(
         Set it to end early; the report holds what was found so far.
     show
         Called with bytes verified and to verify a few times a second, on any thread.
+    key
+        The integrity key. Records whose checksum needs another one are counted and left.
 
     Returns
     -------
@@ -93,9 +97,12 @@ def check_targets(
     stop = stop or threading.Event()
     progress = Progress(show)
     report = CheckReport(repair)
-    run = _Run(targets, only, repair, stop, progress)
+    run = _Run(targets, only, repair, stop, progress, key)
     run.verifier = Verifier(
-        threads or min(_MOST_THREADS, 2 * len(os.sched_getaffinity(0))), stop, progress
+        threads or min(_MOST_THREADS, 2 * len(os.sched_getaffinity(0))),
+        stop,
+        progress,
+        key.secret if key is not None else None,
     )
     try:
         run.estimate()
@@ -131,7 +138,9 @@ class _Run:
         repair: bool,
         stop: threading.Event,
         progress: Progress,
+        key: IntegrityKey | None,
     ) -> None:
+        self._key = key
         self._targets = targets
         self._only = only
         self._repair = repair
@@ -211,11 +220,21 @@ class _Run:
                 direct=target.direct_io != "off",
                 repair=self._repair,
                 stop=self._stop,
+                keyed=self._has_key_of(directory),
             ).run()
         if self._repair and not self._stop.is_set():
             for finding in report.findings:
                 finding.apply()
         return report
+
+    def _has_key_of(self, directory: Path) -> bool:
+        """Whether our key is that of a namespace: with another one, everything would look bad."""
+        document = read_document(directory) or self._known(directory.name)
+        return (
+            self._key is not None
+            and document is not None
+            and document.identity.get(IDENTITY_FIELD) == self._key.id
+        )
 
     def _known(self, name: str) -> Namespace | None:
         """An intact document of a namespace in any of the targets."""
@@ -253,5 +272,5 @@ def _segment_bytes(directory: Path) -> int:
 
 def _strangers(root: Path) -> list[str]:
     """Files in a target's directory that do not belong there."""
-    known = {ROOT_MARKER, "lost+found", *namespace_directories(root)}
+    known = {ROOT_MARKER, USAGE_FILE, "lost+found", *namespace_directories(root)}
     return [n for n in sorted(os.listdir(root)) if n not in known and not n.startswith(".")]

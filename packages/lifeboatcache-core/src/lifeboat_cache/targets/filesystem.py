@@ -29,7 +29,9 @@ from lifeboat_cache.targets.base import (
 )
 from lifeboat_cache.targets.direct import supports_direct
 from lifeboat_cache.targets.layout import (
+    DEAD_GENERATION,
     DIRECTORY_MODE,
+    SUMMARY_WRITER,
     check_root,
     lock_owner,
     parse_name,
@@ -37,6 +39,7 @@ from lifeboat_cache.targets.layout import (
     write_atomically,
     writer_alive,
 )
+from lifeboat_cache.targets.published_usage import read_usage, used_now
 from lifeboat_cache.targets.segment_reader import SegmentReader
 from lifeboat_cache.targets.segment_writer import SegmentWriter
 
@@ -46,8 +49,12 @@ _log = logging.getLogger("lifeboat_cache")
 
 #: What all writers use together is measured again after so many seconds …
 _USAGE_AGE_S = 10.0
-#: … or own bytes: by so much, at most, each writer can overshoot the capacity.
-_USAGE_BYTES = 256 << 20
+#: … or before a store is refused, if it is older than this: space may have come back …
+_REFUSAL_AGE_S = 1.0
+#: … or after this writer's share of the space left, within these bounds: the smaller
+#: one is by how much each writer can overshoot the capacity.
+_LEAST_SHARE = 4 << 20
+_MOST_SHARE = 256 << 20
 
 #: Name of a namespace's directory: the first half of its digest.
 _DIRECTORY = re.compile(r"[0-9a-f]{32}")
@@ -110,6 +117,7 @@ class FilesystemTarget(Target):
         self._measured = -1.0
         self._used = 0
         self._written = 0  # admitted since _used was measured
+        self._share = 0  # what may be admitted before it is measured again
 
     @classmethod
     def from_tier(cls, tier: TierSettings) -> FilesystemTarget:
@@ -170,19 +178,52 @@ class FilesystemTarget(Target):
 
     # Space ------------------------------------------------------------------
 
+    @property
+    def root(self) -> Path:
+        """The directory."""
+        return self._root
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes that all writers together may allocate; ``None`` = no limit."""
+        return self._capacity
+
+    @property
+    def reserve(self) -> int:
+        """Bytes that the filesystem must keep free."""
+        return self._reserve
+
+    @property
+    def direct_io(self) -> Literal["auto", "on", "off"]:
+        """Whether O_DIRECT is used; ``"auto"``: where the filesystem takes it."""
+        return self._direct_io
+
     def usage(self) -> Usage:
-        used = sum(
-            _allocated(entry) for directory in self._directories() for entry in _entries(directory)
-        )
-        with self._lock:
-            self._used = used
-            self._written = 0
-            self._measured = time.monotonic()
+        used = sum(self.allocated(directory) for directory in self._directories())
+        self._note(used, 1)
         try:
             free = self._free()
         except OSError:
             free = 0
         return Usage(used, self._capacity, free, self._reserve)
+
+    def _note(self, used: int, writers: int) -> None:
+        """Take in a measurement."""
+        left = max(0, (self._capacity or 0) - used)
+        with self._lock:
+            self._used = used
+            self._written = 0
+            self._measured = time.monotonic()
+            # Others may be writing into the same space without knowing of this writer.
+            self._share = min(_MOST_SHARE, max(_LEAST_SHARE, left // (2 * max(1, writers))))
+
+    def _measure(self) -> None:
+        """Find out what all writers use together, the cheapest way there is."""
+        published = read_usage(self._root, time.time())
+        if published is None:
+            self.usage()
+        else:
+            self._note(*used_now(self._root, published, [d.name for d in self._directories()]))
 
     def _free(self) -> int:
         stat = os.statvfs(self._root)
@@ -190,9 +231,20 @@ class FilesystemTarget(Target):
 
     def _allow(self, wanted: int) -> Outcome | None:
         """Admit or refuse a write; admitted bytes count at once."""
-        age = time.monotonic() - self._measured
-        if self._measured < 0 or age > _USAGE_AGE_S or self._written > _USAGE_BYTES:
-            self.usage()
+        if self._capacity is not None and (
+            self._measured < 0 or self._age() > _USAGE_AGE_S or self._written > self._share
+        ):
+            self._measure()
+        refusal = self._admit(wanted)
+        if refusal is Outcome.FULL and self._age() > _REFUSAL_AGE_S:
+            self._measure()
+            refusal = self._admit(wanted)
+        return refusal
+
+    def _age(self) -> float:
+        return time.monotonic() - self._measured
+
+    def _admit(self, wanted: int) -> Outcome | None:
         try:
             free = self._free()
         except OSError:
@@ -230,6 +282,28 @@ class FilesystemTarget(Target):
     def reader(self, namespace: Namespace) -> TargetReader:
         return SegmentReader(self._root / namespace.directory, namespace, direct=self.direct)
 
+    def directories(self) -> list[Path]:
+        """The directories of the namespaces there are."""
+        return self._directories()
+
+    @staticmethod
+    def allocated(directory: Path) -> int:
+        """Bytes allocated by the files in a namespace's directory."""
+        return sum(map(_allocated, _entries(directory)))
+
+    @staticmethod
+    def digest_of(directory: Path) -> bytes | None:
+        """The digest of a namespace whose document is missing, as its files' headers say."""
+        for entry in _entries(directory):
+            parsed = parse_name(entry.name)
+            if parsed is None or parsed.kind != "journal":
+                continue
+            with contextlib.suppress(OSError, FormatError), open(entry.path, "rb") as file:
+                header = FileHeader.unpack(file.read(HEADER_BYTES), MAGIC_JOURNAL, entry.name)
+                if header.namespace.hex()[:32] == directory.name:
+                    return header.namespace
+        return None
+
     def _directories(self) -> list[Path]:
         try:
             with os.scandir(self._root) as listing:
@@ -262,7 +336,7 @@ class FilesystemTarget(Target):
         writers: dict[str, list[os.DirEntry[str]]] = {}
         for entry in _entries(directory):
             parsed = parse_name(entry.name)
-            if parsed is not None:
+            if parsed is not None and parsed.writer != SUMMARY_WRITER.hex():
                 writers.setdefault(parsed.writer, []).append(entry)
         described = []
         for writer, files in sorted(writers.items()):
@@ -289,6 +363,7 @@ class FilesystemTarget(Target):
             if parsed is not None:
                 writers.setdefault(parsed.writer, []).append(entry)
         newest = time.time() - older_than_s if older_than_s is not None else None
+        summary = writers.pop(SUMMARY_WRITER.hex(), [])
         for writer, files in sorted(writers.items()):
             if writer_alive(directory, writer):
                 owner = lock_owner(directory, writer) or "a process that cannot be probed"
@@ -302,8 +377,12 @@ class FilesystemTarget(Target):
                 report.kept.append((writer, "was active since then"))
                 continue
             self._purge_writer(directory, writer, files, newest, report, dry_run)
-        if not dry_run and not any(parse_name(e.name) for e in _entries(directory)):
-            _remove_namespace(directory)
+        if not dry_run:
+            left = {e.name for e in _entries(directory) if parse_name(e.name)}
+            if left <= {entry.name for entry in summary}:  # of no use to anybody by now
+                for entry in summary:
+                    _unlink(Path(entry.path))
+                _remove_namespace(directory)
         with self._lock:
             self._measured = -1.0
         return report
@@ -412,6 +491,8 @@ def _remove_namespace(directory: Path) -> None:
         os.unlink(document)
     except OSError:
         text = b""
+    with contextlib.suppress(OSError):
+        os.unlink(directory / DEAD_GENERATION)
     for entry in _entries(directory):
         # A young one may belong to a writer that is just starting.
         stale = time.time() - _mtime(entry) > _STALE_S

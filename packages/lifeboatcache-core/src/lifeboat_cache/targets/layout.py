@@ -3,12 +3,15 @@
 ::
 
     <root>/lifeboat-cache.json                  marks the directory as ours
+    <root>/usage.json                           what all writers use together
+    <root>/.janitor.lock                        held while a janitor works
     <root>/<namespace>/namespace.json           the identity, readable
     <root>/<namespace>/<writer>.lock            held while the writer lives
     <root>/<namespace>/<writer>.journal
     <root>/<namespace>/<writer>.<n>.segment     n from 0, eight digits
     <root>/<namespace>/<writer>.<n>.dead        written by the janitor only
     <root>/<namespace>/<writer>.access
+    <root>/<namespace>/dead.generation          replaced when dead bits were set
 """
 
 from __future__ import annotations
@@ -31,9 +34,13 @@ from lifeboat_cache.format.header import FORMAT_VERSION
 from lifeboat_cache.version import __version__
 
 __all__ = [
+    "DEAD_GENERATION",
     "DIRECTORY_MODE",
     "FILE_MODE",
+    "JANITOR_LOCK",
     "ROOT_MARKER",
+    "SUMMARY_WRITER",
+    "USAGE_FILE",
     "FileName",
     "WriterLock",
     "check_root",
@@ -48,6 +55,13 @@ __all__ = [
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 ROOT_MARKER = "lifeboat-cache.json"
+USAGE_FILE = "usage.json"
+JANITOR_LOCK = ".janitor.lock"
+DEAD_GENERATION = "dead.generation"
+
+#: In whose name the janitor keeps the access log that sums up the others. No process
+#: has this identity.
+SUMMARY_WRITER = bytes(16)
 
 _NAME = re.compile(
     r"(?P<writer>[0-9a-f]{32})\.(?:(?P<segment>[0-9]{8})\.)?"
@@ -171,7 +185,8 @@ def check_root(root: Path, *, create: bool) -> bool:
     try:
         names = os.listdir(root) if root.exists() else None
         # What a filesystem or a concurrent first start puts there does not count.
-        strangers = [n for n in names or () if n != "lost+found" and not n.startswith(".")]
+        ours = ("lost+found", USAGE_FILE)
+        strangers = [n for n in names or () if n not in ours and not n.startswith(".")]
         if strangers and not marker.exists():
             raise ForeignDataError(
                 f"{root} holds other files ({strangers[0]!r}, …): choose an empty directory"

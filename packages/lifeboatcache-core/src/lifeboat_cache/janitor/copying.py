@@ -1,0 +1,323 @@
+"""Copying live records out of segments that are to be removed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.checksum import Binding, payload_checksum
+from lifeboat_cache.errors import FormatError
+from lifeboat_cache.format.journal import Entries
+from lifeboat_cache.janitor.catalogue import Catalogue, Segment
+from lifeboat_cache.janitor.journal_follower import read_entries
+from lifeboat_cache.janitor.report import JanitorReport
+from lifeboat_cache.janitor.rows import padded
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.direct import read_into
+from lifeboat_cache.targets.layout import segment_name
+from lifeboat_cache.targets.segment_writer import SegmentWriter
+
+__all__ = ["Copied", "copy_segments"]
+
+#: Read and written in one go; a single larger record takes memory of its own.
+_CHUNK_BYTES = 16 << 20
+
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@dataclass
+class Copied:
+    """What became of the live records of some segments.
+
+    Attributes
+    ----------
+    done
+        Per segment: slots that are of no use any more, because a verified copy is
+        safe on disk, or because they are corrupt.
+    places
+        Per segment written: slots, and when these records were last used.
+    writer
+        Name of the writer that holds the copies; empty if there are none.
+    failed
+        Segments that could not be read, or whose copies found no space.
+    """
+
+    done: list[tuple[Segment, list[int]]] = field(default_factory=list)
+    places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    writer: str = ""
+    failed: list[Segment] = field(default_factory=list)
+
+
+class _Source:
+    """Reads and verifies records of one segment."""
+
+    def __init__(self, catalogue: Catalogue, segment: Segment) -> None:
+        self._segment = segment
+        self._binding = Binding(catalogue.digest)
+        self._fd = os.open(segment.path, _OPEN)
+
+    def read(self, entry: Any, into: memoryview) -> bool:
+        """Whether a record's bytes are now in ``into`` and match. Raises ``OSError``."""
+        bound = self._binding.pack(
+            entry["key"].tobytes(),
+            int(entry["layout"]),
+            int(entry["raw_length"]),
+            int(entry["stored_length"]),
+            int(entry["codec"]),
+        )
+        expected = entry["payload_checksum"].tobytes()
+        for _ in range(2):  # a verdict that drops data has to be certain
+            moved = read_into(self._fd, [into], int(entry["offset"]))
+            if moved == into.nbytes and payload_checksum(bound, [into]) == expected:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Let go of the file, and of what it left in the page cache."""
+        try:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(self._fd)
+
+
+def copy_segments(
+    catalogue: Catalogue,
+    segments: Sequence[Segment],
+    *,
+    allowance: Callable[[int], Outcome | None],
+    direct: bool,
+    report: JanitorReport,
+) -> Copied:
+    """Copy the live records of segments to new ones, and make them safe on disk.
+
+    Entries keep everything but their place. A record whose bytes do not match is not
+    copied; one that has an equal, intact record elsewhere is not copied either: a
+    janitor that was killed half-way may have copied it before.
+
+    Parameters
+    ----------
+    catalogue
+        Their namespace.
+    segments
+        The segments; nothing is written to them any more.
+    allowance
+        See :class:`SegmentWriter`.
+    direct
+        Whether the filesystem takes O_DIRECT.
+    """
+    return _Copier(catalogue, segments, allowance, direct, report).run()
+
+
+class _Copier:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        segments: Sequence[Segment],
+        allowance: Callable[[int], Outcome | None],
+        direct: bool,
+        report: JanitorReport,
+    ) -> None:
+        self._catalogue = catalogue
+        self._segments = list(segments)
+        self._allowance = allowance
+        self._direct = direct
+        self._report = report
+        self._writer: SegmentWriter | None = None
+        self._memory = mmap.mmap(-1, _CHUNK_BYTES)
+        self._seen: set[tuple[bytes, int, int, int]] = set()
+        self._files: set[int] = set()
+        self._others = self._find_others()
+        self.copied = Copied()
+
+    def run(self) -> Copied:
+        written: list[tuple[Segment, list[int]]] = []
+        try:
+            for segment in self._segments:
+                slots: list[int] = []
+                # What was done of one that failed later counts all the same.
+                written.append((segment, slots))
+                try:
+                    whole = self._copy(segment, slots)
+                except (OSError, FormatError) as error:
+                    self._report.problem(segment.path.name, error)
+                    whole = False
+                if not whole:
+                    self.copied.failed.append(segment)
+            if self._writer is not None:
+                self._sync(self._writer)
+                self.copied.writer = self._writer.writer.hex()
+            self.copied.done = written
+        except OSError as error:  # not safe on disk: the old records stay
+            self._report.problem(str(self._catalogue.directory.name), error)
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self._memory.close()
+        return self.copied
+
+    def _find_others(self) -> dict[int, list[tuple[Segment, int]]]:
+        """Live records elsewhere that may be equal to one of those to copy, by key."""
+        chosen = {id(segment) for segment in self._segments}
+        keys = [s.rows.array["key"][s.rows.live()] for s in self._segments]
+        wanted = np.unique(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.uint64)
+        others: dict[int, list[tuple[Segment, int]]] = {}
+        for segment in self._catalogue.segments():
+            if id(segment) in chosen:
+                continue
+            rows = segment.rows.array
+            for row in np.flatnonzero(segment.rows.live() & np.isin(rows["key"], wanted)).tolist():
+                others.setdefault(int(rows["key"][row]), []).append((segment, row))
+        return others
+
+    def _copy(self, segment: Segment, done: list[int]) -> bool:
+        """Copy one segment's live records; whether all are done."""
+        rows = segment.rows.array
+        live = np.flatnonzero(segment.rows.live())
+        live = live[np.argsort(rows["offset"][live], kind="stable")]
+        if not live.shape[0]:
+            return True
+        source = _Source(self._catalogue, segment)
+        try:
+            sizes = padded(rows["stored"][live]).tolist()
+            first = 0
+            while first < len(sizes):
+                last, total = first + 1, sizes[first]
+                while last < len(sizes) and total + sizes[last] <= _CHUNK_BYTES:
+                    total += sizes[last]
+                    last += 1
+                if not self._copy_chunk(segment, source, live[first:last], done):
+                    return False
+                first = last
+            return True
+        finally:
+            source.close()
+
+    def _copy_chunk(
+        self, segment: Segment, source: _Source, part: npt.NDArray[np.int64], done: list[int]
+    ) -> bool:
+        rows = segment.rows.array
+        writer = segment.writer
+        # In the order of the journal to read it in long pieces, then by place again.
+        numbers = rows["entry"][part].astype(np.int64)
+        order = np.argsort(numbers)
+        entries = read_entries(
+            writer.path("journal"), writer.id, self._catalogue.digest, numbers[order]
+        )[np.argsort(order)]
+        lengths = padded(entries["stored_length"])
+        total = int(lengths.sum())
+        memory = self._memory if total <= _CHUNK_BYTES else mmap.mmap(-1, total)
+        view = memoryview(memory)
+        kept: list[int] = []
+        pieces: list[memoryview] = []
+        at = 0
+        for number in range(part.shape[0]):
+            entry = entries[number]
+            piece = view[at : at + int(entry["stored_length"])]
+            if self._elsewhere(entry, int(rows["key"][part[number]]), piece):
+                done.append(int(entry["slot"]))
+                continue
+            if not source.read(entry, piece):
+                self._report.corrupt_blocks += 1
+                done.append(int(entry["slot"]))
+                continue
+            kept.append(number)
+            pieces.append(piece)
+            self._seen.add(_identity(entry))
+            at += int(lengths[number])
+        good = self._append(segment, entries, kept, pieces, part, done) if kept else True
+        pieces.clear()
+        view = memoryview(b"")
+        return good
+
+    def _append(
+        self,
+        segment: Segment,
+        entries: Entries,
+        kept: list[int],
+        pieces: list[memoryview],
+        part: npt.NDArray[np.int64],
+        done: list[int],
+    ) -> bool:
+        if self._writer is None:
+            self._writer = SegmentWriter(
+                self._catalogue.directory,
+                Namespace({}, self._catalogue.digest),
+                direct=self._direct,
+                allowance=self._allowance,
+            )
+        chosen = entries[kept].copy()
+        old = chosen["slot"].tolist()
+        used = segment.rows.array["used"][part[kept]].tolist()
+        outcomes = self._writer.append(
+            chosen, BlockBuffers.from_buffers(pieces), range(len(pieces))
+        )
+        for number, outcome in enumerate(outcomes):
+            if outcome != Outcome.OK:
+                continue
+            done.append(old[number])
+            place = int(chosen["segment"][number])
+            self._files.add(place)
+            self.copied.places.setdefault(place, []).append(
+                (int(chosen["slot"][number]), used[number])
+            )
+            self._report.copied_blocks += 1
+            self._report.copied_bytes += pieces[number].nbytes
+        return all(outcome == Outcome.OK for outcome in outcomes)
+
+    def _elsewhere(self, entry: Any, key: int, memory: memoryview) -> bool:
+        """Whether an equal record that is intact stays. Overwrites ``memory``."""
+        if _identity(entry) in self._seen:
+            return True
+        for segment, row in self._others.get(key, ()):
+            writer = segment.writer
+            try:
+                number = np.array([segment.rows.array["entry"][row]], dtype=np.int64)
+                (other,) = read_entries(
+                    writer.path("journal"), writer.id, self._catalogue.digest, number
+                )
+                if _identity(other) != _identity(entry):
+                    continue
+                source = _Source(self._catalogue, segment)
+                try:
+                    if source.read(other, memory):
+                        return True
+                finally:
+                    source.close()
+            except (OSError, FormatError):
+                continue
+        return False
+
+    def _sync(self, writer: SegmentWriter) -> None:
+        """Wait until segments and then the journal are on the device."""
+        directory = self._catalogue.directory
+        names = [segment_name(writer.writer.hex(), number) for number in sorted(self._files)]
+        for name in [*names, f"{writer.writer.hex()}.journal"]:
+            fd = os.open(directory / name, _OPEN)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+        fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _identity(entry: Any) -> tuple[bytes, int, int, int]:
+    """What two records have to share to stand for each other."""
+    return (
+        entry["key"].tobytes(),
+        int(entry["layout"]),
+        int(entry["raw_length"]),
+        int(entry["codec"]),
+    )

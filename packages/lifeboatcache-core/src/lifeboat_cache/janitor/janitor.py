@@ -1,0 +1,731 @@
+"""The janitor: one run after the other over a filesystem target."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.errors import FormatError, LifeboatError, NewerFormatError
+from lifeboat_cache.janitor.accesses import AccessFolder
+from lifeboat_cache.janitor.catalogue import Catalogue, Segment, Writer
+from lifeboat_cache.janitor.copying import copy_segments
+from lifeboat_cache.janitor.eviction import choose_victims
+from lifeboat_cache.janitor.kinship import kinship
+from lifeboat_cache.janitor.policy import JanitorClock, JanitorPolicy
+from lifeboat_cache.janitor.reclaim import dead_runs, punch, remove_segment, trim
+from lifeboat_cache.janitor.report import JanitorReport
+from lifeboat_cache.janitor.rows import Bools, padded
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.targets.layout import (
+    DEAD_GENERATION,
+    FILE_MODE,
+    JANITOR_LOCK,
+    check_root,
+    write_atomically,
+)
+from lifeboat_cache.targets.published_usage import publish_usage
+
+__all__ = ["Janitor"]
+
+_LATEST = (1 << 32) - 1
+
+#: The growth of the store counts for the headroom for about this long.
+_RATE_HALF_LIFE_S = 120.0
+
+#: Who runs less often than this is no reason for a larger headroom.
+_MOST_INTERVAL_S = 60.0
+
+
+@dataclass
+class _Namespace:
+    """A namespace and what belongs to it."""
+
+    catalogue: Catalogue
+    folder: AccessFolder
+    kin: int
+    news: bool = False  # dead bits that readers have not been told of
+
+
+@dataclass
+class _Plan:
+    """Dead bits to set, by segment."""
+
+    slots: list[tuple[Segment, npt.NDArray[np.int64]]] = field(default_factory=list)
+
+
+class Janitor:
+    """Keeps a target within its capacity and reserve, and tidy.
+
+    All writers and namespaces of the directory are looked after together. Every
+    step may be done again and only ever adds dead bits or removes what is dead, so
+    that a janitor may be killed at any moment, and two at once do no harm.
+
+    Parameters
+    ----------
+    target
+        The target. Its ``capacity`` and ``reserve`` are what is kept.
+    policy
+        The settings.
+    clock
+        Where the time comes from.
+    on_step
+        Told what is done next: a word, for progress and for tests.
+    """
+
+    def __init__(
+        self,
+        target: FilesystemTarget,
+        *,
+        policy: JanitorPolicy | None = None,
+        clock: JanitorClock | None = None,
+        on_step: Callable[[str], None] | None = None,
+    ) -> None:
+        self._target = target
+        self._root = target.root
+        self._policy = policy or JanitorPolicy()
+        self._clock = clock or JanitorClock()
+        self._on_step = on_step
+        self._namespaces: dict[str, _Namespace] = {}
+        self._lock_fd = -1
+        self._report = JanitorReport()
+        self._now = 0.0
+        self._rate = 0.0
+        self._last: tuple[float, int] | None = None
+        self._no_holes = False
+        self._strange: dict[str, int] = {}  # bytes in namespaces of which nothing is known
+
+    def run_once(self, *, dry_run: bool = False) -> JanitorReport:
+        """Do everything that is due now.
+
+        Faults of the storage are noted in the report and stepped over.
+
+        Parameters
+        ----------
+        dry_run
+            Change nothing; the report says what would be evicted.
+
+        Raises
+        ------
+        LifeboatError
+            If the directory is not ours, or is in a newer format.
+        """
+        report = self._report = JanitorReport(
+            capacity=self._target.capacity, reserve=self._target.reserve
+        )
+        self._now = started = max(self._clock.monotonic(), 1e-9)
+        if not check_root(self._root, create=False):
+            return report
+        if not dry_run and not self._take_lock():
+            report.busy = True
+            return report
+        try:
+            self._run(dry_run)
+        finally:
+            self._drop_lock()
+        report.seconds = self._clock.monotonic() - started
+        return report
+
+    def close(self) -> None:
+        """Forget everything. Nothing needs to be written."""
+        self._namespaces.clear()
+        self._drop_lock()
+
+    def _run(self, dry_run: bool) -> None:
+        report = self._report
+        self._step("survey")
+        self._survey()
+        report.used_before = self._used()
+        if not dry_run:
+            self._bury()
+            self._reclaim()
+        self._evict(dry_run)
+        if dry_run:
+            self._summarize()
+            return
+        self._rewrite()
+        self._tidy()
+        self._write_summaries()
+        self._survey_again()
+        self._summarize()
+        self._publish()
+
+    def _step(self, name: str) -> None:
+        if self._on_step is not None:
+            self._on_step(name)
+
+    # One at a time ------------------------------------------------------------
+
+    def _take_lock(self) -> bool:
+        """Whether no other janitor is at work, as far as that can be known."""
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._lock_fd = os.open(self._root / JANITOR_LOCK, flags, FILE_MODE)
+        except OSError as error:
+            self._report.problem(JANITOR_LOCK, error)
+            return True
+        try:
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            self._drop_lock()
+            return False
+        except OSError:
+            pass  # a filesystem without locks: two at once do no harm
+        return True
+
+    def _drop_lock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    # What is there ------------------------------------------------------------
+
+    def _survey(self) -> None:
+        report = self._report
+        names = {path.name: path for path in self._target.directories()}
+        for gone in self._namespaces.keys() - names.keys():
+            del self._namespaces[gone]
+        self._strange = {}
+        for name, path in names.items():
+            known = self._namespaces.get(name)
+            if known is None:
+                known = self._open(path)
+                if known is None:  # nothing says whose it is, but it holds space
+                    self._strange[name] = self._target.allocated(path)
+                    continue
+                self._namespaces[name] = known
+            self._refresh(known)
+        present = self._present()
+        for namespace in self._namespaces.values():
+            namespace.folder.read(present, report)
+
+    def _open(self, path: Path) -> _Namespace | None:
+        document: Namespace | None = None
+        with contextlib.suppress(OSError, LifeboatError):
+            document = Namespace.from_json((path / "namespace.json").read_bytes())
+            if document.directory != path.name:
+                document = None
+        digest = document.digest if document is not None else self._target.digest_of(path)
+        if digest is None:
+            return None
+        catalogue = Catalogue(path, digest, self._clock.monotonic)
+        return _Namespace(catalogue, AccessFolder(catalogue), kinship(document, digest))
+
+    def _refresh(self, namespace: _Namespace) -> None:
+        try:
+            namespace.catalogue.refresh(self._report)
+        except OSError as error:
+            self._report.problem(namespace.catalogue.directory.name, error)
+
+    def _survey_again(self) -> None:
+        """What is allocated now."""
+        for namespace in self._namespaces.values():
+            self._refresh(namespace)
+
+    def _present(self) -> int:
+        """The time now, as far as the records let it be believed.
+
+        A record of the future would be the most recent one for ever: it counts as
+        used now. But when most records are of the future, this clock is wrong.
+        """
+        now = min(max(int(self._clock.time()), 0), _LATEST)
+        times = [s.rows.array["time"] for s in self._segments() if len(s.rows)]
+        if not times:
+            return now
+        everything = np.concatenate(times)
+        middle = int(np.median(everything))
+        return now if now >= middle else int(everything.max())
+
+    def _segments(self) -> list[Segment]:
+        return [s for n in self._namespaces.values() for s in n.catalogue.segments()]
+
+    def _used(self) -> int:
+        known = sum(n.catalogue.allocated for n in self._namespaces.values())
+        return known + sum(self._strange.values())
+
+    def _free(self) -> int:
+        try:
+            stat = os.statvfs(self._root)
+        except OSError as error:
+            self._report.problem("free space", error)
+            return 0
+        return stat.f_bavail * stat.f_frsize
+
+    # Dead bits ----------------------------------------------------------------
+
+    def _mark(self, plan: _Plan) -> int:
+        """Set dead bits and tell readers; how many records are dead that were not."""
+        total = 0
+        created = min(max(int(self._clock.time()), 0), _LATEST)
+        touched = set()
+        for segment, slots in plan.slots:
+            if not slots.shape[0]:
+                continue
+            try:
+                segment.bitmap.mark(slots, created)
+            except (OSError, FormatError) as error:
+                self._report.problem(segment.bitmap.path.name, error)
+                continue
+            self._step("marked")
+            touched.add(segment.writer.directory.name)
+            at = segment.rows.at(slots)
+            rows = segment.rows.array
+            at = at[at >= 0]
+            new = at[rows["marked"][at] == 0]
+            rows["marked"][new] = self._now
+            total += new.shape[0]
+        for name in touched:
+            self._namespaces[name].news = True
+        self._tell()
+        return total
+
+    def _tell(self) -> None:
+        """Replace the files whose change tells readers to look at the bitmaps."""
+        for namespace in self._namespaces.values():
+            if not namespace.news:
+                continue
+            path = namespace.catalogue.directory / DEAD_GENERATION
+            try:
+                write_atomically(path, os.urandom(8).hex().encode() + b"\n")
+            except OSError as error:
+                self._report.problem(f"{path.parent.name}/{path.name}", error)
+                continue
+            namespace.news = False
+
+    def _bury(self) -> None:
+        """Set the dead bits of what tombstones name."""
+        self._step("bury")
+        plan = _Plan()
+        for namespace in self._namespaces.values():
+            writers = namespace.catalogue.writers
+            for writer in writers.values():
+                if writer.untouchable:
+                    continue
+                for place, slots in list(writer.tombstones.items()):
+                    segment = self._named(writers, *place)
+                    if segment is None:
+                        if self._gone(writers, *place):
+                            del writer.tombstones[place]
+                        continue
+                    wanted = np.array(sorted(slots), dtype=np.int64)
+                    try:
+                        dead = segment.bitmap.read()
+                    except NewerFormatError:
+                        continue
+                    there = (wanted < dead.shape[0]) & (
+                        dead[np.minimum(wanted, dead.shape[0] - 1)] if dead.shape[0] else False
+                    )
+                    if there.all():
+                        del writer.tombstones[place]
+                    else:
+                        plan.slots.append((segment, wanted[~there]))
+        self._report.buried_blocks += self._mark(plan)
+
+    @staticmethod
+    def _named(writers: dict[str, Writer], owner: str, number: int) -> Segment | None:
+        writer = writers.get(owner)
+        if writer is None or writer.untouchable:
+            return None
+        segment = writer.segments.get(number)
+        return None if segment is None or segment.untouchable else segment
+
+    @staticmethod
+    def _gone(writers: dict[str, Writer], owner: str, number: int) -> bool:
+        """Whether a tombstone's record does not exist any more."""
+        writer = writers.get(owner)
+        return writer is None or number not in writer.segments
+
+    # Space --------------------------------------------------------------------
+
+    def _ripe(self, segment: Segment) -> Bools:
+        """Rows that have been dead for as long as readers may need."""
+        rows = segment.rows.array
+        ripe: Bools = (rows["marked"] > 0) & (self._now - rows["marked"] >= self._policy.grace_s)
+        return ripe
+
+    def _reclaim(self) -> None:
+        """Give back the space of records whose grace is over."""
+        self._step("reclaim")
+        for namespace in self._namespaces.values():
+            for writer in list(namespace.catalogue.writers.values()):
+                if writer.untouchable:
+                    continue
+                for segment in list(writer.segments.values()):
+                    if segment.untouchable:
+                        continue
+                    try:
+                        namespace.catalogue.allocated -= self._reclaim_segment(segment)
+                    except OSError as error:
+                        self._report.problem(segment.path.name, error)
+
+    def _reclaim_segment(self, segment: Segment) -> int:
+        """Give back what can be given back of a segment; the bytes. Raises ``OSError``."""
+        writer = segment.writer
+        ripe = self._ripe(segment)
+        settled = segment.settled(self._now, self._policy.grace_s)
+        if settled and bool(ripe.all()) and (writer.complete or len(segment.rows)):
+            if len(segment.rows) and not self._confirmed(segment, ripe):
+                return 0
+            self._step("remove")
+            remove_segment(segment)
+            self._step("removed")
+            self._report.segments_removed += 1
+            self._report.removed_bytes += segment.allocated
+            del writer.segments[segment.number]
+            return segment.allocated
+        if self._no_holes or not ripe.any():
+            return 0
+        ripe &= ~segment.rows.array["done"]
+        holes = dead_runs(segment, ripe, self._policy.punch_bytes)
+        if not holes or segment.allocated <= segment.rows.live_bytes() + self._policy.punch_bytes:
+            return 0  # an earlier janitor has done it
+        if not self._confirmed(segment, ripe):
+            return 0
+        self._step("punch")
+        freed = punch(segment, holes)
+        if freed is None:
+            self._no_holes = True
+            return 0
+        self._report.punched_bytes += freed
+        freed = min(freed, segment.allocated)
+        segment.allocated -= freed
+        return freed
+
+    def _confirmed(self, segment: Segment, ripe: Bools) -> bool:
+        """Whether the bits of ripe rows are set on disk; sets them again if they are not.
+
+        Another janitor, on a filesystem without locks, may have written over them.
+        """
+        rows = segment.rows.array
+        try:
+            dead = segment.bitmap.read()
+        except NewerFormatError:
+            return False
+        slots = rows["slot"].astype(np.int64)
+        there = (
+            dead[np.minimum(slots, dead.shape[0] - 1)] & (slots < dead.shape[0])
+            if dead.shape[0]
+            else np.zeros(slots.shape[0], dtype=np.bool_)
+        )
+        lost = ripe & ~there
+        if not lost.any():
+            return True
+        rows["marked"][lost] = 0
+        self._mark(_Plan([(segment, slots[lost])]))
+        return False
+
+    def _pending(self) -> int:
+        """Bytes that will be given back when the graces are over."""
+        total = 0
+        for segment in self._segments():
+            rows = segment.rows.array
+            dead = rows["marked"] > 0
+            if not dead.any():
+                continue
+            waste = max(0, segment.allocated - segment.rows.live_bytes())
+            settled = not segment.writer.alive or segment.sealed_at > 0
+            if settled and (bool(dead.all()) or self._sparse(segment)):
+                total += waste
+            elif not self._no_holes:
+                runs = dead_runs(segment, dead & ~rows["done"], self._policy.punch_bytes)
+                total += min(waste, sum(hole.end - hole.start for hole in runs))
+        return total
+
+    def _sparse(self, segment: Segment) -> bool:
+        """Whether so little of a segment is live that it is rewritten."""
+        live = segment.rows.live_bytes()
+        waste = segment.allocated - live
+        return live < self._policy.live_ratio * segment.allocated and waste >= min(
+            self._policy.punch_bytes, segment.allocated
+        )
+
+    def _headroom(self, capacity: int) -> int:
+        """Bytes kept free for stores that come before evicted space is reclaimed."""
+        policy = self._policy
+        used = self._used()
+        if self._last is not None:
+            seconds = self._now - self._last[0]
+            if seconds > 0:
+                grown = max(0, used - self._last[1]) / seconds
+                weight = 0.5 ** (seconds / _RATE_HALF_LIFE_S)
+                self._rate = max(grown, self._rate * weight)
+            lead = policy.grace_s + 2 * min(seconds, _MOST_INTERVAL_S)
+        else:
+            lead = policy.grace_s
+        least = round(capacity * (1 - policy.high))
+        return min(round(capacity * policy.most_headroom), max(least, round(self._rate * lead)))
+
+    def _wanted(self, pending: int) -> int:
+        """Bytes that have to be evicted."""
+        policy = self._policy
+        used = self._used()
+        wanted = 0
+        capacity = self._target.capacity
+        if capacity is not None:
+            headroom = self._headroom(capacity)
+            if used - pending > capacity - headroom:
+                low = capacity - headroom - round(capacity * max(0.0, policy.high - policy.low))
+                wanted = used - pending - low
+        try:
+            stat = os.statvfs(self._root)
+        except OSError as error:
+            self._report.problem("free space", error)
+            return wanted
+        margin = policy.margin_bytes
+        if margin is None:
+            margin = min(512 << 20, stat.f_blocks * stat.f_frsize // 100)
+        above = stat.f_bavail * stat.f_frsize - self._target.reserve + pending
+        if above < margin:
+            wanted = max(wanted, 2 * margin - above)
+        return wanted
+
+    def _evict(self, dry_run: bool) -> None:
+        """Mark dead what was used least recently, until there will be room."""
+        self._step("evict")
+        if self._policy.eviction == "none":
+            return
+        wanted = self._wanted(self._pending())
+        if wanted <= 0:
+            return
+        segments = [segment for segment in self._segments() if len(segment.rows)]
+        if not segments:
+            return
+        kin_of = {n.catalogue.directory: np.uint64(n.kin) for n in self._namespaces.values()}
+        present = self._present()
+        parts = []
+        for segment in segments:
+            rows = segment.rows.array
+            live = np.flatnonzero(segment.rows.live())
+            kin = kin_of[segment.writer.directory]
+            part = rows[live]
+            age = present - part["time"].astype(np.int64)
+            parts.append(
+                (
+                    np.where(part["family"] != 0, _mix(part["family"], kin), np.uint64(0)),
+                    np.where(part["parent"] != 0, _mix(part["parent"], kin), np.uint64(0)),
+                    part["position"],
+                    part["used"],
+                    padded(part["stored"]),
+                    (age >= 0) & (age < self._policy.young_s),
+                    part["slot"].astype(np.int64),
+                )
+            )
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        victims = choose_victims(
+            units=columns[0],
+            parents=columns[1],
+            positions=columns[2],
+            used=columns[3],
+            sizes=columns[4],
+            spared=columns[5],
+            wanted=wanted,
+        )
+        self._report.evicted_bytes += int(columns[4][victims].sum())
+        if dry_run:
+            self._report.evicted_blocks += int(victims.sum())
+            return
+        plan = _Plan()
+        first = 0
+        for segment, part_of in zip(segments, parts, strict=True):
+            last = first + part_of[6].shape[0]
+            plan.slots.append((segment, part_of[6][victims[first:last]]))
+            first = last
+        self._report.evicted_blocks += self._mark(plan)
+
+    # Rewriting ----------------------------------------------------------------
+
+    def _rewrite(self) -> None:
+        """Copy what is live out of sparse segments, and out of many small ones."""
+        self._step("rewrite")
+        left = self._policy.copy_bytes
+        for namespace in self._namespaces.values():
+            chosen, sparse = self._choose(namespace.catalogue, left)
+            if not chosen:
+                continue
+            left -= sum(segment.rows.live_bytes() for segment in chosen)
+            self._copy(namespace, chosen, sparse)
+
+    def _choose(self, catalogue: Catalogue, budget: int) -> tuple[list[Segment], int]:
+        """Segments to rewrite, and how many of them because they are sparse."""
+        settled = [
+            segment
+            for segment in catalogue.segments()
+            if segment.settled(self._now, self._policy.grace_s)
+            and segment.rows.live().any()
+            # Their records are all known, and none is on its way.
+            and (segment.writer.complete or segment.writer.alive)
+        ]
+        sparse = [segment for segment in settled if self._sparse(segment)]
+        known = {id(segment) for segment in sparse}
+        small = [
+            segment
+            for segment in settled
+            if id(segment) not in known
+            and not segment.writer.alive
+            and segment.rows.live_bytes() < self._policy.small_bytes
+        ]
+        chosen = list(sparse)
+        if len(small) + len(sparse) >= self._policy.merge_count:
+            chosen += small
+        # What was written first first, so that what belongs together stays together.
+        chosen.sort(key=lambda segment: int(segment.rows.array["time"].min()))
+        room = min(budget, self._room())
+        taken: list[Segment] = []
+        for segment in chosen:
+            live = segment.rows.live_bytes()
+            if live > room:
+                continue
+            room -= live
+            taken.append(segment)
+        if not any(id(segment) in known for segment in taken) and len(taken) < 2:
+            return [], 0
+        return taken, sum(id(segment) in known for segment in taken)
+
+    def _room(self) -> int:
+        """Bytes that copies may take before what they replace is given back."""
+        room = self._free() - self._target.reserve
+        if self._target.capacity is not None:
+            room = min(room, self._target.capacity - self._used())
+        return max(0, room)
+
+    def _copy(self, namespace: _Namespace, chosen: list[Segment], sparse: int) -> None:
+        catalogue, report = namespace.catalogue, self._report
+
+        def allow(size: int) -> Outcome | None:
+            self._step("copy")
+            short = self._free() - size < self._target.reserve
+            return Outcome.RESERVE if short else None
+
+        try:
+            direct = self._target.direct
+        except LifeboatError:
+            direct = False
+        try:
+            copied = copy_segments(catalogue, chosen, allowance=allow, direct=direct, report=report)
+        except (OSError, FormatError) as error:
+            report.problem(catalogue.directory.name, error)
+            return
+        self._step("copied")
+        if copied.writer:
+            # Learn of the copies, and when they were used, before the originals go.
+            self._refresh(namespace)
+            writer = catalogue.writers.get(copied.writer)
+            for number, places in copied.places.items():
+                segment = writer.segments.get(number) if writer is not None else None
+                if segment is not None:
+                    table = np.array(places, dtype=np.int64)
+                    namespace.folder.carry(segment, table[:, 0], table[:, 1])
+            self._write_summary(namespace)
+        self._step("summarized")
+        plan = _Plan()
+        for segment, slots in copied.done:
+            plan.slots.append((segment, np.array(slots, dtype=np.int64)))
+        self._mark(plan)
+        good = len(chosen) - len(copied.failed)
+        report.compacted_segments += min(sparse, good)
+        report.merged_segments += max(0, good - sparse)
+
+    # Leftovers ----------------------------------------------------------------
+
+    def _tidy(self) -> None:
+        """Remove what ended writers have left and nobody needs."""
+        self._step("tidy")
+        for namespace in self._namespaces.values():
+            catalogue = namespace.catalogue
+            for writer in list(catalogue.writers.values()):
+                if writer.alive or writer.untouchable:
+                    continue
+                try:
+                    self._tidy_writer(catalogue, namespace, writer)
+                except OSError as error:
+                    self._report.problem(writer.name, error)
+
+    def _tidy_writer(self, catalogue: Catalogue, namespace: _Namespace, writer: Writer) -> None:
+        for number in writer.bitmaps.keys() - writer.segments.keys():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(writer.directory / f"{writer.name}.{number:08d}.dead")
+        if not writer.complete:
+            return
+        for segment in writer.segments.values():
+            kept = max(4096, segment.rows.end())
+            if not segment.untouchable and (
+                segment.allocated > kept + (64 << 10) or segment.size > kept + (64 << 10)
+            ):
+                self._report.trimmed_bytes += trim(segment)
+        if writer.segments or writer.tombstones:
+            return
+        if "access" in writer.files:
+            if namespace.folder.pending:
+                return  # its uses are not in the summary yet
+            namespace.folder.discard(self._report)
+            if "access" in writer.files:
+                return
+        self._step("unlink")
+        # The journal first: what is killed half-way leaves nothing half-alive.
+        for kind in ("journal", "lock"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(writer.path(kind))
+            self._step("unlinked")
+        del catalogue.writers[writer.name]
+        self._report.writers_removed += 1
+
+    def _write_summaries(self) -> None:
+        self._step("summaries")
+        for namespace in self._namespaces.values():
+            if namespace.folder.due(self._now, self._policy.summary_s):
+                self._write_summary(namespace)
+
+    def _write_summary(self, namespace: _Namespace) -> None:
+        try:
+            namespace.folder.write(self._now)
+        except OSError as error:
+            self._report.problem(f"{namespace.catalogue.directory.name}: summary", error)
+            return
+        self._step("summary")
+        namespace.folder.discard(self._report)
+
+    # Accounting ---------------------------------------------------------------
+
+    def _summarize(self) -> None:
+        report = self._report
+        report.used_after = self._used()
+        report.free = self._free()
+        report.pending = self._pending()
+        report.namespaces = len(self._namespaces)
+        for name, namespace in self._namespaces.items():
+            catalogue = namespace.catalogue
+            report.by_namespace[name] = catalogue.allocated
+            report.writers += len(catalogue.writers)
+            report.alive += sum(writer.alive for writer in catalogue.writers.values())
+            report.skipped_writers += sum(bool(w.untouchable) for w in catalogue.writers.values())
+            report.records += catalogue.live_records()
+        report.by_namespace.update(self._strange)
+        self._last = self._now, report.used_after
+
+    def _publish(self) -> None:
+        self._step("publish")
+        catalogues = {name: n.catalogue for name, n in self._namespaces.items()}
+        try:
+            publish_usage(
+                self._root,
+                time=self._clock.time(),
+                used=self._used(),
+                settled=sum(c.allocated - c.growing for c in catalogues.values()),
+                known={name: c.known() for name, c in catalogues.items()},
+            )
+        except OSError as error:
+            self._report.problem("usage.json", error)
+
+
+def _mix(tags: npt.NDArray[np.uint64], kin: np.uint64) -> npt.NDArray[np.uint64]:
+    """Tags of families, apart from those of namespaces that are not akin."""
+    mixed: npt.NDArray[np.uint64] = (tags ^ kin) * np.uint64(0x9E3779B97F4A7C15)
+    return mixed | np.uint64(1)

@@ -1,0 +1,100 @@
+"""What one run of a janitor did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["JanitorReport"]
+
+#: Problems beyond so many are only counted.
+_MOST_PROBLEMS = 20
+
+
+@dataclass
+class JanitorReport:
+    """What was done to one target; sizes in bytes.
+
+    Attributes
+    ----------
+    used_before, used_after
+        Allocated by all writers together.
+    capacity
+        What they may allocate; ``None`` = no limit.
+    free, reserve
+        Left on the filesystem afterwards, and what must be left.
+    pending
+        Marked dead and still to be reclaimed, when the grace is over.
+    namespaces, writers, alive, records
+        What there is: namespaces, writers, living writers, live records.
+    by_namespace
+        Allocated per namespace directory.
+    evicted_blocks, evicted_bytes
+        Marked dead to make room.
+    buried_blocks
+        Marked dead because a tombstone says so.
+    corrupt_blocks
+        Found corrupt when they were to be copied, and marked dead.
+    punched_bytes
+        Punched out of segments that stay.
+    segments_removed, removed_bytes
+        Whole segments removed, and what they had allocated.
+    trimmed_bytes
+        Given back behind the last record of ended writers.
+    compacted_segments, merged_segments
+        Rewritten because little of them was live, or because they were small.
+    copied_blocks, copied_bytes
+        Live records copied by that.
+    writers_removed
+        Ended writers of whom nothing is left.
+    logs_folded
+        Access logs summed up and removed (or, of living processes, punched out).
+    skipped_writers
+        Writers left alone because a newer release wrote with their files.
+    busy
+        Nothing was done, because another janitor is at work.
+    seconds
+        How long it took.
+    problems
+        What could not be done and why, for people.
+    """
+
+    used_before: int = 0
+    used_after: int = 0
+    capacity: int | None = None
+    free: int = 0
+    reserve: int = 0
+    pending: int = 0
+    namespaces: int = 0
+    writers: int = 0
+    alive: int = 0
+    records: int = 0
+    by_namespace: dict[str, int] = field(default_factory=dict)
+    evicted_blocks: int = 0
+    evicted_bytes: int = 0
+    buried_blocks: int = 0
+    corrupt_blocks: int = 0
+    punched_bytes: int = 0
+    segments_removed: int = 0
+    removed_bytes: int = 0
+    trimmed_bytes: int = 0
+    compacted_segments: int = 0
+    merged_segments: int = 0
+    copied_blocks: int = 0
+    copied_bytes: int = 0
+    writers_removed: int = 0
+    logs_folded: int = 0
+    skipped_writers: int = 0
+    busy: bool = False
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    def problem(self, what: str, error: Exception) -> None:
+        """Note a fault that was stepped over."""
+        text = getattr(error, "strerror", None) or str(error)
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(f"{what}: {text}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON-able mapping."""
+        return asdict(self)
