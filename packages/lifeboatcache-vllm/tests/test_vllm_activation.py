@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,15 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
-from lifeboat_cache.integrations import vllm_activation, vllm_memory, vllm_plugin
+from lifeboat_cache.config import load_config
+from lifeboat_cache.integrations import (
+    vllm_activation,
+    vllm_memory,
+    vllm_places,
+    vllm_plugin,
+)
 from lifeboat_cache.integrations.vllm_switch import is_enabled
+from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 Launch = Callable[..., Any]
 
@@ -216,6 +224,38 @@ def test_launches_side_by_side_share_what_is_there() -> None:
     assert 8 * each <= 60_000_000_000
 
 
+def test_a_home_that_cannot_be_written_takes_no_memory(
+    launch: Launch, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (home / "kv").write_text("in the way")
+    assert launch().kv_transfer_config is None
+    (line,) = said(caplog)
+    assert "stands down" in line
+    assert str(home / "kv") in line
+
+
+def test_another_place_is_used_where_the_first_cannot_be(
+    launch: Launch, home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (home / "lifeboat.yaml").write_text(
+        "engine: {native_cpu_gb: 0.5}\nstorage: {tiers: [{name: own, type: filesystem, "
+        f"path: {tmp_path / 'file'}, min_free_gb: 0}}]}}\n"
+    )
+    assert launch().kv_transfer_config is not None
+
+
+def test_a_place_that_hangs_does_not_hold_the_launch(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(FilesystemTarget, "probe", lambda _self: released.wait(60))
+    reason = vllm_places.places_reason(load_config().config, patience_s=0.01)
+    released.set()
+    assert reason is not None
+    assert "has not answered" in reason
+
+
 def test_a_fault_of_ours_does_not_stop_the_launch(
     launch: Launch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +302,16 @@ def test_the_scarcest_memory_decides_and_some_is_left() -> None:
     assert 5 << 30 < tier.bytes < 8 << 30
     assert "cgroup" in tier.reason
     assert vllm_memory.size_cpu_tier(20 << 30, 1, {"available memory": 2 << 30}).bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "tier"),
+    [(64 << 20, 0), (512 << 20, 384 << 20), (2 << 30, 1536 << 20), (32 << 30, 30 << 30)],
+)
+def test_a_container_with_little_shared_memory_gets_most_of_it(free: int, tier: int) -> None:
+    # `docker run --shm-size=2g` is what many people write.
+    limits = {"free space in /dev/shm": free, "available memory": 1 << 40}
+    assert vllm_memory.size_cpu_tier(100 << 30, 1, limits).bytes == tier
 
 
 def _cgroup(root: Path, path: str, limit: str, used: int, files: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,7 @@ from vllm_configs import hand_over
 
 from lifeboat_cache.errors import IdentityError
 from lifeboat_cache.integrations import vllm_handover, vllm_namespace
-from lifeboat_cache.integrations.vllm_handover import (
-    LEAST_CHUNKS,
-    blocks_per_chunk,
-    fitting_chunk,
-)
+from lifeboat_cache.integrations.vllm_handover import blocks_per_chunk
 
 
 def spec(block_size: int, kind: str = "FullAttentionSpec") -> Any:
@@ -120,36 +117,50 @@ def test_the_chunk_size_becomes_blocks(created: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "block_bytes", "cpu_bytes", "expected"),
-    [
-        (16, 1 << 20, 20 << 30, (16, 20 << 30)),
-        (16, 40 << 20, 4 << 30, (6, 4 << 30)),
-        (16, 100 << 20, 256 << 20, (1, 256 << 20)),
-        (16, 300 << 20, 256 << 20, (1, 600 << 20)),
-        (2, 5000, 1, (1, 2 * 8192)),
-        (2, 0, 256 << 20, (2, 256 << 20)),
-    ],
+    ("most", "interval", "expected"), [(None, 0, 16), (20, 0, 16), (11, 0, 11), (11, 4096, 8)]
 )
-def test_a_small_cpu_tier_holds_some_chunks(
-    blocks: int, block_bytes: int, cpu_bytes: int, expected: tuple[int, int]
-) -> None:
-    assert fitting_chunk(blocks, block_bytes, cpu_bytes) == expected
+def test_chunks_have_at_most_so_many_blocks(most: int | None, interval: int, expected: int) -> None:
+    assert blocks_per_chunk(256, [spec(16)], interval, most) == expected
 
 
-def test_vllm_starts_with_chunks_larger_than_the_cpu_tier(
-    created: list[Any], tmp_path: Path
-) -> None:
-    # vLLM cannot map a region without a single chunk.
+def chosen(tmp_path: Path, **extra: Any) -> dict[str, Any]:
+    """What a launch ends with on vLLM's real configuration; a block has 128 tokens, 16 KiB."""
     tiny_llama.write(tmp_path)
-    small = {"cpu_bytes_to_use": 1 << 15, "lifeboat_chunk_tokens": 1024, "secondary_tiers": []}
-    handed = hand_over(tmp_path, extra=small)
-    extra = handed.vllm_config.kv_transfer_config.kv_connector_extra_config
-    KVConnectorFactory.create_connector(handed.vllm_config, "r", handed.kv_cache_config)
-    assert extra["blocks_per_chunk"] == 1
-    spec = OffloadingSpecFactory.create_spec(
-        build_offloading_config(handed.vllm_config, handed.kv_cache_config)
+    handed = hand_over(
+        tmp_path, extra={"lifeboat_chunk_tokens": 1024, "secondary_tiers": [], **extra}
     )
-    assert 0 < spec.num_chunks < LEAST_CHUNKS
+    KVConnectorFactory.create_connector(handed.vllm_config, "r", handed.kv_cache_config)
+    found: dict[str, Any] = handed.vllm_config.kv_transfer_config.kv_connector_extra_config
+    offloading = build_offloading_config(handed.vllm_config, handed.kv_cache_config)
+    assert OffloadingSpecFactory.create_spec(offloading).num_chunks > 0
+    return found
+
+
+def test_the_memory_at_a_start_does_not_change_the_chunk(
+    created: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Its size is part of the identity: what was stored before would not be found again.
+    plenty = chosen(tmp_path, cpu_bytes_to_use=1 << 30)
+    assert (plenty["blocks_per_chunk"], plenty["cpu_bytes_to_use"]) == (8, 1 << 30)
+    logger = logging.getLogger("lifeboat_cache")
+    logger.addHandler(caplog.handler)
+    try:
+        little = chosen(tmp_path, cpu_bytes_to_use=1 << 15)  # vLLM cannot map a region of none
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert little["blocks_per_chunk"] == 8
+    assert little["cpu_bytes_to_use"] > 1 << 15
+    assert "holds only 2 chunks" in caplog.text
+
+
+def test_a_chunk_is_not_larger_than_its_bound(
+    created: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = chosen(tmp_path, cpu_bytes_to_use=1 << 15)["cpu_bytes_to_use"] // 16  # 2 chunks of 8
+    monkeypatch.setattr(vllm_handover, "MOST_CHUNK_BYTES", 3 * size + 1)
+    assert chosen(tmp_path, cpu_bytes_to_use=1 << 30)["blocks_per_chunk"] == 3
+    monkeypatch.setattr(vllm_handover, "MOST_CHUNK_BYTES", 1)
+    assert chosen(tmp_path, cpu_bytes_to_use=1 << 30)["blocks_per_chunk"] == 1
 
 
 def test_a_tier_inside_another_connector_is_known(created: list[Any]) -> None:

@@ -19,6 +19,7 @@ from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations.vllm_handover import CHUNK_TOKENS_KEY
 from lifeboat_cache.integrations.vllm_identity import standdown_reason
 from lifeboat_cache.integrations.vllm_memory import available_memory, size_cpu_tier
+from lifeboat_cache.integrations.vllm_places import places_reason
 
 __all__ = ["TIER_MODULE", "TIER_TYPE", "install"]
 
@@ -110,6 +111,8 @@ def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int:
                 f"too little memory for the CPU tier ({tier.reason}): free memory, or enlarge "
                 "/dev/shm or the container's limit"
             )
+        else:
+            reason = places_reason(loaded.config)
     if reason is not None:
         _stand_down(reason)
         return 0

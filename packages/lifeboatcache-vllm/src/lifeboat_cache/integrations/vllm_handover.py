@@ -18,10 +18,10 @@ from typing import Any
 __all__ = [
     "CHUNK_TOKENS_KEY",
     "LEAST_CHUNKS",
+    "MOST_CHUNK_BYTES",
     "EngineConfig",
     "blocks_per_chunk",
     "engine_config",
-    "fitting_chunk",
     "install",
 ]
 
@@ -29,7 +29,11 @@ __all__ = [
 #: tokens. Removed and replaced by ``blocks_per_chunk`` once block sizes are known.
 CHUNK_TOKENS_KEY = "lifeboat_chunk_tokens"
 
-#: Where the CPU tier would hold fewer chunks, they are made smaller.
+#: A chunk is not larger, whatever its tokens (but has one block), so that also a small
+#: CPU tier holds some.
+MOST_CHUNK_BYTES = 64 << 20
+
+#: A CPU tier that holds fewer is worth a warning.
 LEAST_CHUNKS = 16
 
 _PAGE = mmap.PAGESIZE
@@ -94,63 +98,64 @@ def _take(config: Any, kv_cache_config: Any) -> None:
     extra = transfer.kv_connector_extra_config
     tokens = extra.pop(CHUNK_TOKENS_KEY, None)
     if tokens is not None and not {"block_size", "blocks_per_chunk"} & set(extra):
-        groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
-        cache = getattr(config, "cache_config", None)
-        blocks = blocks_per_chunk(
-            int(tokens),
-            [group.kv_cache_spec for group in groups],
-            getattr(cache, "prefix_cache_retention_interval", None) or 0,
+        _choose_chunk(config, kv_cache_config, extra, int(tokens))
+
+
+def _choose_chunk(config: Any, kv_cache_config: Any, extra: dict[str, Any], tokens: int) -> None:
+    """Choose the size of a chunk, which is part of the identity of what is stored.
+
+    It therefore follows from the configuration and the model alone, and not from the
+    memory that happens to be free at a start.
+    """
+    groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
+    specs = [group.kv_cache_spec for group in groups]
+    cache = getattr(config, "cache_config", None)
+    interval = getattr(cache, "prefix_cache_retention_interval", None) or 0
+    size = _block_bytes(config, kv_cache_config)
+    most = max(1, MOST_CHUNK_BYTES // size) if size else None
+    blocks = blocks_per_chunk(tokens, specs, interval, most)
+    extra["blocks_per_chunk"] = blocks
+    if not size:
+        return
+    chunk = blocks * size
+    if blocks < blocks_per_chunk(tokens, specs, interval):
+        _log.info(
+            "LifeboatCache: chunks of %d block(s), %.0f MB: larger ones would be above %.0f MB",
+            blocks,
+            chunk / 1e6,
+            MOST_CHUNK_BYTES / 1e6,
         )
-        extra["blocks_per_chunk"] = blocks
-        _fit(config, kv_cache_config, extra)
+    memory = extra["cpu_bytes_to_use"]
+    if memory < LEAST_CHUNKS * chunk:
+        # Without any vLLM does not start.
+        extra["cpu_bytes_to_use"] = max(memory, 2 * chunk)
+        _log.warning(
+            "LifeboatCache: a CPU tier of %.2f GB holds only %d chunks of this model: of longer "
+            "prompts no more is restored at a time; free memory, or enlarge /dev/shm or the "
+            "container's limit",
+            extra["cpu_bytes_to_use"] / 1e9,
+            extra["cpu_bytes_to_use"] // chunk,
+        )
 
 
-def _fit(config: Any, kv_cache_config: Any, extra: dict[str, Any]) -> None:
-    """Make sure that the CPU tier holds enough chunks; without any vLLM does not start."""
+def _block_bytes(config: Any, kv_cache_config: Any) -> int:
+    """Bytes of a block, of all workers together; 0 where the workers do not all know it."""
     parallel = getattr(config, "parallel_config", None)
     if getattr(parallel, "pipeline_parallel_size", 0) != 1:
-        return  # each stage's blocks have another size, but all must decide alike
+        return 0  # each stage's blocks have another size, but all must decide alike
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
         build_offloading_config,
     )
 
     offloading = build_offloading_config(config, kv_cache_config)
     copies = 1 if offloading.replicated_layout else offloading.parallel.world_size
-    asked, size = extra["blocks_per_chunk"], extra["cpu_bytes_to_use"]
-    blocks, needed = fitting_chunk(asked, offloading.worker_kv_bytes_per_block * copies, size)
-    extra["blocks_per_chunk"], extra["cpu_bytes_to_use"] = blocks, needed
-    if (blocks, needed) != (asked, size):
-        _log.warning(
-            "LifeboatCache: a CPU tier of %.2f GB holds few chunks of %d block(s) of this model: "
-            "chunks of %d block(s) and %.2f GB are used; free memory, or enlarge /dev/shm or the "
-            "container's limit",
-            size / 1e9,
-            asked,
-            blocks,
-            needed / 1e9,
-        )
+    size = int(offloading.worker_kv_bytes_per_block) * int(copies)
+    return -(-size // _PAGE) * _PAGE
 
 
-def fitting_chunk(blocks: int, block_bytes: int, cpu_bytes: int) -> tuple[int, int]:
-    """Blocks per chunk and bytes of the CPU tier, so that it holds enough chunks.
-
-    Parameters
-    ----------
-    blocks
-        Blocks that a chunk should have.
-    block_bytes
-        Bytes of a block, of all workers together.
-    cpu_bytes
-        Bytes that the CPU tier should have.
-    """
-    if block_bytes <= 0:
-        return blocks, cpu_bytes
-    least = -(-block_bytes // _PAGE) * _PAGE
-    fitting = max(1, min(blocks, cpu_bytes // (LEAST_CHUNKS * least)))
-    return fitting, max(cpu_bytes, 2 * least * fitting)
-
-
-def blocks_per_chunk(tokens: int, specs: list[Any], interval: int = 0) -> int:
+def blocks_per_chunk(
+    tokens: int, specs: list[Any], interval: int = 0, most: int | None = None
+) -> int:
     """How many blocks of the engine make up a chunk of about ``tokens`` tokens.
 
     One block per chunk where a group keeps recurrent state: its blocks are long
@@ -166,6 +171,8 @@ def blocks_per_chunk(tokens: int, specs: list[Any], interval: int = 0) -> int:
     interval
         vLLM's ``--prefix-cache-retention-interval``, of which it does not start with
         chunks that are no divisor; 0 = none.
+    most
+        Blocks that a chunk has at most; ``None`` = any number.
     """
     sizes = [int(getattr(spec, "block_size", 0)) for spec in specs]
     layers = [layer for spec in specs for layer in _layer_specs(spec)]
@@ -173,6 +180,8 @@ def blocks_per_chunk(tokens: int, specs: list[Any], interval: int = 0) -> int:
     if recurrent or not sizes or min(sizes) <= 0:
         return 1
     blocks = max(1, tokens // max(sizes))
+    if most is not None:
+        blocks = min(blocks, most)
     while blocks > 1 and any(interval % (blocks * size) for size in sizes):
         blocks -= 1
     return blocks

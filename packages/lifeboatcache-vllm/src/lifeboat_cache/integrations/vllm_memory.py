@@ -15,9 +15,17 @@ __all__ = ["MINIMUM_BYTES", "CpuTier", "available_memory", "size_cpu_tier"]
 #: Below this a CPU tier holds so few chunks that loads and stores wait for each other.
 MINIMUM_BYTES = 256 << 20
 
-#: Of what is available, so much is left to everybody else (page cache, engine, other jobs).
+_SHM = "free space in /dev/shm"
+
+#: Of memory, so much is left to everybody else (page cache, engine, other jobs): a share
+#: of what is available, but at least so many bytes.
 _SHARE_LEFT = 0.4
 _LEAST_LEFT_BYTES = 2 << 30
+
+#: Of /dev/shm, which limits the size of files and is no memory by itself: what messages
+#: between processes may need, within bounds.
+_SHM_SHARE_LEFT = 0.25
+_SHM_LEFT_BYTES = (128 << 20, 2 << 30)
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,9 @@ def available_memory(
     limits: dict[str, int] = {}
     try:
         stat = os.statvfs(shm)
-        limits["free space in /dev/shm"] = stat.f_bavail * stat.f_frsize
+        limits[_SHM] = stat.f_bavail * stat.f_frsize
     except OSError:
-        limits["free space in /dev/shm"] = 0
+        limits[_SHM] = 0
     try:
         for line in (proc / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -119,11 +127,16 @@ def size_cpu_tier(wanted: int, ranks: int, limits: dict[str, int], launches: int
         Launches like this one that may take of the same memory at the same time.
     """
     total, reason = wanted, "engine.native_cpu_gb"
-    if limits:
-        name = min(limits, key=lambda key: limits[key])
-        least = limits[name]
-        usable = (least - max(int(least * _SHARE_LEFT), _LEAST_LEFT_BYTES)) // max(1, launches)
+    for name, available in limits.items():
+        usable = (available - _left_to_others(name, available)) // max(1, launches)
         if usable < total:
-            total, reason = max(0, usable), f"{name}, {least / 1e9:.1f} GB"
+            total, reason = max(0, usable), f"{name}, {available / 1e9:.1f} GB"
     each = total // max(1, ranks)
     return CpuTier(each if each >= MINIMUM_BYTES else 0, reason)
+
+
+def _left_to_others(name: str, available: int) -> int:
+    if name == _SHM:
+        least, most = _SHM_LEFT_BYTES
+        return min(max(int(available * _SHM_SHARE_LEFT), least), most)
+    return max(int(available * _SHARE_LEFT), _LEAST_LEFT_BYTES)
