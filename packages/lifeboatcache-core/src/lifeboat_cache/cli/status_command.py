@@ -1,0 +1,252 @@
+"""``lifeboat-cache status``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lifeboat_cache.agent import AgentState, agent_status
+from lifeboat_cache.cli.output import RefusedError, clean, table
+from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.config.units import format_duration, format_size
+from lifeboat_cache.registry.health import agent_of
+from lifeboat_cache.registry.overview import AgentFacts, overview
+from lifeboat_cache.registry.totals import Snapshot, snapshot
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+__all__ = ["status"]
+
+_WIDTH = 80
+
+#: A target that has not answered by then is on a dead mount.
+_PATIENCE_S = 5.0
+
+#: What folds counts is done within milliseconds, or was stopped.
+_FOLD_S = 5.0
+
+#: Home, then clear to the end of the screen.
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def status(args: argparse.Namespace) -> int:
+    """Show what processes do."""
+    if args.watch is not None and not 0.1 <= args.watch <= 3600:
+        raise RefusedError("--watch: take between 0.1 and 3600 seconds.")
+    loaded = load_config(args.config)
+    while True:
+        document = _document(loaded.home, loaded.config)
+        if args.watch is None:
+            print(json.dumps(document, indent=2) if args.json else _text(document))
+            return int(not document["healthy"])
+        if args.json:
+            print(json.dumps(document), flush=True)
+        else:
+            clear = _CLEAR if sys.stdout.isatty() else ""
+            print(f"{clear}{_text(document)}", flush=True)
+        time.sleep(args.watch)
+
+
+def _document(home: Path, config: Config) -> dict[str, Any]:
+    found = snapshot(home, wait_s=_FOLD_S)
+    if found is None:
+        raise RefusedError(
+            f"{home / 'run' / 'totals.lock'} is held by a process that does not go on: "
+            "end that process"
+        )
+    return overview(home, found, _targets(found, config), _agent(home, config))
+
+
+def _agent(home: Path, config: Config) -> AgentFacts:
+    found = agent_status(home)
+    reason = "" if found.state is AgentState.RUNNING else found.reason
+    # Being started: it will be there in a moment.
+    starting = found.state is AgentState.STARTING
+    return AgentFacts(expected=config.agent.autostart and not starting, reason=reason)
+
+
+def _targets(found: Snapshot, config: Config) -> list[Mapping[str, Any]]:
+    """The agent's view; what it does not say is measured here."""
+    agent = agent_of(found.entries)
+    facts = agent.document.get("targets") if agent is not None else None
+    known: list[Mapping[str, Any]] = (
+        [item for item in facts if isinstance(item, dict)] if isinstance(facts, list) else []
+    )
+    if known:
+        return known
+    measured = (_measured(FilesystemTarget.from_tier(tier)) for tier in config.storage.places)
+    return [item for item in measured if item is not None]
+
+
+def _measured(target: FilesystemTarget) -> dict[str, Any] | None:
+    """A target as in an agent's document; ``None`` if it is not there."""
+    found: list[dict[str, Any] | None] = []
+    facts: dict[str, Any] = {
+        "name": target.name,
+        "location": target.location,
+        "used_bytes": None,
+        "capacity_bytes": target.capacity,
+        "free_bytes": None,
+        "reserve_bytes": target.reserve,
+        "blocks": None,
+        "problem": "",
+    }
+
+    def measure() -> None:
+        try:
+            if not Path(target.location).is_dir():
+                found.append(None)
+                return
+            usage = target.usage()
+            found.append(facts | {"used_bytes": usage.used, "free_bytes": usage.free})
+        except Exception as error:
+            found.append(facts | {"problem": f"{target.location} cannot be read: {error}"})
+
+    # A system call on a dead mount cannot be given up, so it must not hold this thread.
+    worker = threading.Thread(target=measure, name=f"status {target.name}", daemon=True)
+    worker.start()
+    worker.join(_PATIENCE_S)
+    if found:
+        return found[0]
+    return facts | {"problem": f"{target.location} has not answered for {_PATIENCE_S:g} s"}
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    parts = [_verdict(document), _processes(document), _stores(document), _spaces(document)]
+    parts += [_recovering(document), _sums(document["totals"])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _verdict(document: Mapping[str, Any]) -> str:
+    word = "healthy" if document["healthy"] else "unhealthy"
+    lines = [clean(f"LifeboatCache {document['core']} at {document['home']}: {word}")]
+    for problem in document["problems"]:
+        lines += textwrap.wrap(
+            clean(problem),
+            _WIDTH,
+            initial_indent="  ! ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+    if not document["processes"]:
+        lines.append("No engine is running.")
+    return "\n".join(lines)
+
+
+def _processes(document: Mapping[str, Any]) -> str:
+    agent = document["agent"]
+    everyone = [*document["processes"], *([agent] if agent else [])]
+    if not everyone:
+        return ""
+    hosts = {item["host"] for item in everyone}
+    rows = []
+    for item in everyone:
+        engine = item.get("engine") or {}
+        what = " ".join(str(engine[key]) for key in ("name", "version") if engine.get(key))
+        row = [
+            item["pid"] or "?",
+            item["role"] or "?",
+            item["core"] or "?",
+            "-" if item["up_s"] is None else format_duration(item["up_s"]),
+            "never" if item["heartbeat_s"] is None else _ago(item["heartbeat_s"]),
+            item["state"] or "?",
+            _cut(what or "-", 16),
+        ]
+        rows.append([*row, _cut(item["host"], 16)] if len(hosts) > 1 else row)
+    head = ["pid", "role", "core", "up", "heard", "state", "engine"]
+    return table([*head, "host"] if len(hosts) > 1 else head, rows)
+
+
+def _stores(document: Mapping[str, Any]) -> str:
+    rows = []
+    for item in document["processes"]:
+        counts = item["counts"]
+        rows.append(
+            [
+                item["pid"] or "?",
+                _cut((item["namespace"] or {}).get("name") or "-", 12),
+                _cut((item["target"] or {}).get("name") or "-", 14),
+                _number((item["index"] or {}).get("blocks")),
+                _percent(counts["hit_rate"]),
+                _size(counts["loaded_bytes"]),
+                _size(counts["stored_bytes"]),
+                _size((item["queue"] or {}).get("pending_bytes")),
+            ]
+        )
+    head = ("pid", "namespace", "target", "blocks", "hits", "loaded", "stored", "queued")
+    return table(head, rows) if rows else ""
+
+
+def _spaces(document: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            _cut(target.get("name") or "-", 14),
+            _size(target.get("used_bytes")),
+            "no limit" if target.get("capacity_bytes") is None else _size(target["capacity_bytes"]),
+            _size(target.get("free_bytes")),
+            _size(target.get("reserve_bytes")),
+            _size(target.get("evicted_bytes")),
+            _size(target.get("reclaimed_bytes")),
+        ]
+        for target in document["targets"]
+    ]
+    head = ("target", "used", "capacity", "free", "reserve", "evicted", "reclaimed")
+    return table(head, rows) if rows else ""
+
+
+def _recovering(document: Mapping[str, Any]) -> str:
+    lines = []
+    for item in document["processes"]:
+        recovery = item["recovery"] or {}
+        if recovery and not recovery.get("done"):
+            found = _number(recovery.get("blocks"))
+            lines.append(f"pid {item['pid']} is reading the index: {found} blocks so far")
+    return "\n".join(lines)
+
+
+def _sums(totals: Mapping[str, Any]) -> str:
+    asked = f"{_number(totals['lookups'])} lookups, {_percent(totals['hit_rate'])} hits"
+    moved = f"{_size(totals['loaded_bytes'])} loaded, {_size(totals['stored_bytes'])} stored"
+    lines = [f"In all: {asked}; {moved}"]
+    if totals["served_tokens"]:
+        lines.append(f"Tokens that were not computed: {_number(totals['served_tokens'])}")
+    for name, text in (("store_dropped", "Not stored"), ("load_failed", "Not loaded")):
+        reasons = totals[name]
+        if reasons:
+            shown = ", ".join(f"{reason} {_number(n)}" for reason, n in reasons.items())
+            lines += textwrap.wrap(f"{text} (blocks): {shown}", _WIDTH, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _cut(text: object, width: int) -> str:
+    shown = clean(text)
+    return shown if len(shown) <= width else shown[: width - 1] + "~"
+
+
+def _ago(seconds: float) -> str:
+    return "now" if seconds < 3 else f"{format_duration(seconds)} ago"
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.0f} %"
+
+
+def _size(size: Any) -> str:
+    return format_size(int(size)) if isinstance(size, (int, float)) else "-"
+
+
+def _number(number: Any) -> str:
+    if not isinstance(number, (int, float)):
+        return "-"
+    value = float(number)
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5 or unit == "G":
+            return f"{value:.0f}{unit}" if not unit or value >= 99.95 else f"{value:.1f}{unit}"
+        value /= 1000
+    raise AssertionError("unreachable")

@@ -1,0 +1,144 @@
+"""Everything about a home directory that ``lifeboat-cache status`` shows, as one document."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lifeboat_cache.registry.counts import Counts
+from lifeboat_cache.registry.document import NOT_DROPPED
+from lifeboat_cache.registry.health import agent_of, problems
+from lifeboat_cache.registry.processes import ProcessEntry
+from lifeboat_cache.registry.totals import Snapshot
+from lifeboat_cache.version import __version__
+
+__all__ = ["AgentFacts", "overview"]
+
+_SUMS = (
+    "lookups",
+    "lookup_hits",
+    "served_tokens",
+    "loaded_blocks",
+    "loaded_bytes",
+    "load_seconds",
+    "stored_blocks",
+    "stored_bytes",
+    "store_seconds",
+    "bad_journal_entries",
+)
+_TARGET_SUMS = ("evicted_blocks", "evicted_bytes", "reclaimed_bytes", "corrupt_blocks")
+
+
+@dataclass(frozen=True)
+class AgentFacts:
+    """What is known of the agent apart from its entry.
+
+    Attributes
+    ----------
+    expected
+        Whether there should be one while engines run.
+    reason
+        Why there is none; empty if unknown.
+    """
+
+    expected: bool = True
+    reason: str = ""
+
+
+def overview(
+    home: Path, found: Snapshot, targets: Sequence[Mapping[str, Any]], agent: AgentFacts
+) -> dict[str, Any]:
+    """Return the document.
+
+    Parameters
+    ----------
+    home
+        The home directory.
+    found
+        All processes and counts.
+    targets
+        Targets as in an agent's document; those of the living agent by default.
+    agent
+        What else is known of the agent.
+    """
+    now = time.time()
+    living = [entry for entry in found.entries if entry.alive]
+    wrong = problems(
+        living, targets, now=now, agent_expected=agent.expected, agent_reason=agent.reason
+    )
+    return {
+        "healthy": not wrong,
+        "problems": wrong,
+        "time": now,
+        "home": str(home),
+        "core": __version__,
+        "agent": _agent(agent_of(living), now),
+        "processes": [_store(entry, now) for entry in living if entry.role != "agent"],
+        "targets": [_target(target, found.counts) for target in targets],
+        "totals": _totals(found),
+    }
+
+
+def _process(entry: ProcessEntry, now: float) -> dict[str, Any]:
+    return {
+        "pid": entry.pid,
+        "host": entry.host,
+        "role": entry.role,
+        "core": entry.core,
+        "started": entry.started,
+        "up_s": max(0.0, now - entry.started) if entry.started else None,
+        "heartbeat_s": entry.age if entry.document else None,
+        "state": entry.document.get("state"),
+        "reason": entry.document.get("reason"),
+    }
+
+
+def _agent(entry: ProcessEntry | None, now: float) -> dict[str, Any] | None:
+    return None if entry is None else _process(entry, now)
+
+
+def _store(entry: ProcessEntry, now: float) -> dict[str, Any]:
+    parts = ("engine", "namespace", "target", "index", "queue", "recovery", "recent")
+    return {
+        **_process(entry, now),
+        **{name: entry.document.get(name) for name in parts},
+        "counts": _sums(entry.counts),
+    }
+
+
+def _sums(counts: Counts) -> dict[str, Any]:
+    sums: dict[str, Any] = {name: counts.total(name) for name in _SUMS}
+    sums["hit_rate"] = _rate(sums["lookup_hits"], sums["lookups"])
+    for name, kind in (("store_dropped", "store_outcome"), ("load_failed", "load_outcome")):
+        outcomes = counts.parts(kind)
+        sums[name] = {
+            reason: count
+            for reason, count in sorted(outcomes.items())
+            if count and reason not in NOT_DROPPED
+        }
+    return sums
+
+
+def _rate(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _totals(found: Snapshot) -> dict[str, Any]:
+    everything = Counts()
+    for part in (found.counts, found.retired):
+        everything.merge(part)
+    return {
+        **_sums(everything),
+        **{name: everything.total(name) for name in _TARGET_SUMS},
+    }
+
+
+def _target(target: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
+    own = Counts()
+    for labels, values in counts.groups():
+        if dict(labels) == {"target": target.get("name")}:
+            own.add(dict(labels), values)
+    return {**target, **{name: own.total(name) for name in _TARGET_SUMS}}
