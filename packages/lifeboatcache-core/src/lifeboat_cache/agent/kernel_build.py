@@ -10,9 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+from lifeboat_cache import kernels
 from lifeboat_cache.agent.exits import Exit
+from lifeboat_cache.agent.priority import step_back
+from lifeboat_cache.kernels import cache
 
-__all__ = ["KernelBuild"]
+__all__ = ["KernelBuild", "begin_build", "compile_here"]
 
 _log = logging.getLogger("lifeboat_cache")
 
@@ -84,14 +87,39 @@ class KernelBuild:
         _log.warning("%s", self.problem)
 
 
+def begin_build(home: Path) -> bool:
+    """Whether this process is to start a compiler for its environment; one does.
+
+    Raises
+    ------
+    OSError
+        If the directory of the kernels cannot be written.
+    """
+    marker = _marker(home)
+    marker.parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if abs(time.time() - marker.stat().st_mtime) < _MOST_S:
+            return False
+        os.unlink(marker)  # of one that was killed
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _marker(home: Path) -> Path:
+    return cache.directory(home).with_suffix(".building")
+
+
 def compile_here(home: Path) -> Exit:
     """Compile in this process; log what happened."""
-    from lifeboat_cache import kernels
-    from lifeboat_cache.agent.priority import step_back
-
     step_back()
-    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
-    if kernels.compile_all(home):
-        return Exit.OK
-    _log.warning("%s", kernels.reason())
-    return Exit.FAILED
+    try:
+        if kernels.compile_all(home):
+            return Exit.OK
+        _log.warning("%s", kernels.reason())
+        return Exit.FAILED
+    finally:
+        with contextlib.suppress(OSError, cache.UnusableError):
+            os.unlink(_marker(home))

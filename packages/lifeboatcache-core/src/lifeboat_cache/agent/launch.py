@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lifeboat_cache.agent.exits import Exit
+from lifeboat_cache.agent.kernel_build import compile_here
 from lifeboat_cache.agent.logfile import log_to_file, log_to_stderr
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.agent.priority import use_all_cpus
@@ -21,37 +22,32 @@ __all__ = ["launch"]
 
 _log = logging.getLogger("lifeboat_cache")
 
-#: Told by an agent that has gone before it knew what would become of it.
-_NO_ANSWER = 9
 
-
-def launch(argv: Sequence[str]) -> int:
+def launch(argv: Sequence[str], tell: int = -1) -> int:
     """Run what an engine has started.
 
     Parameters
     ----------
     argv
         The arguments; made by :mod:`lifeboat_cache.agent.starter` and for nobody else.
+    tell
+        A descriptor to which one byte is written, an exit code, as soon as it is known
+        what becomes of the agent; negative if nobody waits for that.
     """
     parser = argparse.ArgumentParser(prog="lifeboat_cache.agent")
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--lease", type=float, default=60.0)
     parser.add_argument("--take-over", action="store_true")
-    parser.add_argument("--detach", action="store_true")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args(argv)
     os.umask(0o077)
     # Signals that the engine's thread had blocked, and the CPUs that it was bound to.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     use_all_cpus()
-    if args.compile:
-        from lifeboat_cache.agent.kernel_build import compile_here
-
-        log_to_stderr()
-        return compile_here(args.home)
     places = AgentPlaces.of(args.home)
-    tell = _detach() if args.detach else None
+    if args.compile:
+        return _compile(places, tell)
     try:
         # What `ps` and `top` call it.
         with contextlib.suppress(OSError):
@@ -62,9 +58,7 @@ def launch(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"lifeboat-cache agent: {error.filename}: {error.strerror}", file=sys.stderr)
         lock, code = None, Exit.UNUSABLE
-    if tell is not None:
-        os.write(tell, bytes((code,)))
-        os.close(tell)
+    _answer(tell, code)
     if lock is None:
         return code
     faulthandler.enable()
@@ -78,16 +72,15 @@ def launch(argv: Sequence[str]) -> int:
         return Exit.FAILED
 
 
-def _detach() -> int:
-    """Go on as nobody's child; return where to tell what became of the lock.
+def _compile(places: AgentPlaces, tell: int) -> Exit:
+    _answer(tell, Exit.OK)
+    # Standard error is the log already; only an agent gives that another name.
+    log_to_stderr()
+    return compile_here(places.home)
 
-    The process that the engine has started waits for that and ends.
-    """
-    read, write = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(write)
-        answer = os.read(read, 1)
-        os._exit(answer[0] if answer else _NO_ANSWER)
-    os.close(read)
-    return write
+
+def _answer(tell: int, code: int) -> None:
+    if tell >= 0:
+        with contextlib.suppress(OSError):  # whoever has waited for it is gone
+            os.write(tell, bytes((code,)))
+        os.close(tell)

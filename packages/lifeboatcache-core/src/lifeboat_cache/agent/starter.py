@@ -13,8 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lifeboat_cache import kernels
 from lifeboat_cache.agent.environment import child_environment
 from lifeboat_cache.agent.exits import Exit
+from lifeboat_cache.agent.kernel_build import begin_build
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.agent.status import (
     HUNG_AFTER_S,
@@ -23,7 +25,9 @@ from lifeboat_cache.agent.status import (
     clock,
     status_at,
 )
+from lifeboat_cache.agent.stopping import stop_agent
 from lifeboat_cache.registry.files import read_json, replace_json
+from lifeboat_cache.version import __version__
 
 __all__ = ["LEASE_S", "ensure_agent", "start_lock"]
 
@@ -36,11 +40,15 @@ LEASE_S = 60.0
 _MOST_STARTS = 5
 _STARTS_S = 600.0
 
+#: How long an agent of an older release may take to end.
+_STOP_S = 10.0
+
 #: How long a Python interpreter may take until it has the lock or says why not.
 _START_S = 60.0
 
 # One start at a time in this process, for its threads share its locks.
 _guard = threading.Lock()
+_asked_for_kernels: list[bool] = []
 _said: dict[str, float] = {}
 
 
@@ -71,7 +79,8 @@ def ensure_agent(
     try:
         places = AgentPlaces.of(home)
         status = status_at(places, hung_after_s)
-        if status.alive:
+        if status.alive and not _outdated(status):
+            _ensure_kernels(places, status)
             return status
         if not _guard.acquire(blocking=False):
             return AgentStatus(AgentState.STARTING)
@@ -82,6 +91,10 @@ def ensure_agent(
                     return AgentStatus(AgentState.STARTING)
                 # Somebody may have started it between the look and the lock.
                 status = status_at(places, hung_after_s)
+                if _outdated(status):
+                    _log.info("LifeboatCache: an agent of release %s makes room", status.core)
+                    stop_agent(places, status, _STOP_S)
+                    status = status_at(places, hung_after_s)
                 if not status.alive:
                     status = _start(places, config_path, lease_s, status)
         finally:
@@ -143,10 +156,46 @@ def _start(
     replace_json(places.history, {"starts": [*starts, clock()]})
     if found.state in (AgentState.DIED, AgentState.HUNG):
         _log.info("LifeboatCache: %s; another is started", found.reason)
-    reason = _spawn(places, config, lease_s, take_over=found.state is AgentState.HUNG)
+    arguments = ["--lease", str(lease_s)]
+    if found.state is AgentState.HUNG:
+        arguments.append("--take-over")
+    reason = _spawn(places, arguments, config)
     if reason:
         return AgentStatus(AgentState.FAILED, f"the agent cannot be started: {reason}")
     return AgentStatus(AgentState.STARTING)
+
+
+def _outdated(status: AgentStatus) -> bool:
+    """Whether the agent is older than this release, which it cannot look after in full."""
+    if status.state is not AgentState.RUNNING or status.operated:
+        return False
+    theirs, ours = _release(status.core), _release(__version__)
+    return bool(theirs and ours) and theirs < ours
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version; empty if it is not of that kind."""
+    parts = version.split(".")
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
+
+
+def _ensure_kernels(places: AgentPlaces, status: AgentStatus) -> None:
+    """Have kernels compiled for this process if the agent's do not fit it.
+
+    The agent compiles for the Python and numba that it runs with, and engines of another
+    environment beside it have others.
+    """
+    if status.document.get("kernels") not in ("ready", "failed") or kernels.ready():
+        return
+    if _guard.acquire(blocking=False):
+        try:
+            if not _asked_for_kernels and not kernels.load(places.home):
+                _asked_for_kernels.append(True)
+                if begin_build(places.home):
+                    _log.info("LifeboatCache: kernels for this environment are compiled")
+                    _spawn(places, ["--compile"], None)
+        finally:
+            _guard.release()
 
 
 def _starts(places: AgentPlaces) -> list[float]:
@@ -159,19 +208,17 @@ def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _spawn(places: AgentPlaces, config: Path | None, lease_s: float, *, take_over: bool) -> str:
-    """Start an agent that is nobody's child; return why that failed, or nothing."""
+def _spawn(places: AgentPlaces, arguments: list[str], config: Path | None) -> str:
+    """Start a process that is nobody's child; return why that failed, or nothing."""
     if not sys.executable:
         return "this process does not know its Python interpreter: run `lifeboat-cache agent`"
     home = Path(os.path.abspath(places.home))
     # By its file: a foreign distribution that hides `lifeboat_cache` is not even looked at.
     # -P: nothing is imported from where it lies.
     command = [sys.executable, "-P", str(Path(__file__).with_name("__main__.py"))]
-    command += ["--home", str(home), "--lease", str(lease_s), "--detach"]
+    command += ["--detach", "--home", str(home), *arguments]
     if config is not None:
         command += ["--config", os.path.abspath(config)]
-    if take_over:
-        command.append("--take-over")
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     log = os.open(places.log, flags, 0o600)
     try:
