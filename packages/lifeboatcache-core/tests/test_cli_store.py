@@ -111,6 +111,21 @@ def test_ls_shows_namespaces(capsys: pytest.CaptureFixture[str], home: Path) -> 
     assert listed(capsys)["one"]["usage"]["used"] >= 4 * BLOCK
 
 
+@pytest.mark.parametrize("left", ["lock", "access", "segment"])
+def test_ls_shows_when_a_namespace_was_created_while_another_writer_begins(
+    capsys: pytest.CaptureFixture[str], home: Path, left: str
+) -> None:
+    # A writer takes its lock before it has a journal: CREATED was "-" then.
+    before = time.time()
+    fill(namespace("SmolLM2"))
+    (place,) = (path for path in (home / "one").iterdir() if path.is_dir())
+    name = "ff" * 16 + (".00000001.segment" if left == "segment" else f".{left}")
+    (place / name).touch()
+    (one,) = listed(capsys)["one"]["namespaces"]
+    assert len(one["writers"]) == 2
+    assert one["created"] >= before - 5
+
+
 def test_ls_one_namespace_is_its_identity(capsys: pytest.CaptureFixture[str]) -> None:
     space = namespace("SmolLM2")
     fill(space)

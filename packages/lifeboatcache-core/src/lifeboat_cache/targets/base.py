@@ -91,8 +91,11 @@ class NamespaceInfo:
 
     @property
     def created(self) -> float:
-        """When the oldest writer started, 0.0 if there is none."""
-        return min((writer.created for writer in self.writers), default=0.0)
+        """When the oldest writer started, 0.0 if unknown.
+
+        A writer that has only just begun, or lost its journal, does not say.
+        """
+        return min((one.created for one in self.writers if one.created > 0), default=0.0)
 
     @property
     def last_used(self) -> float:
