@@ -410,10 +410,11 @@ class EngineAdapters:
         except Exception as exc:
             problem = str(exc)
         if problem is not None:
-            self.problem = (
+            reason = (
                 f"requests with LoRA adapters cannot be told apart with this vLLM ({problem}): "
                 "serve adapters with a tested version, or without LifeboatCache"
             )
+            self.problem = reason
 
     def key_space(self, context: Any) -> bytes | None:
         """The key space of a request's KV.
