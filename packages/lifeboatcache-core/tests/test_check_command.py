@@ -148,6 +148,7 @@ def test_json(capsys: pytest.CaptureFixture[str], home: Path) -> None:
             "gone": 0,
             "unknown": 0,
             "newer": 0,
+            "keyed": 0,
         },
     }
     path = finding.pop("path")

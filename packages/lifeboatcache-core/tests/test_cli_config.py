@@ -171,7 +171,8 @@ def test_show_without_a_file(home: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["config", "show"]) == 0
     out = capsys.readouterr().out
     assert "built-in defaults" in out
-    assert "(none)" not in out
+    (unset,) = (line.split() for line in out.splitlines() if "(none)" in line)
+    assert unset == ["security.integrity_key", "(none)", "default"]
     assert not home.exists()
 
 

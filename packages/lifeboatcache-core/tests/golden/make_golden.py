@@ -12,6 +12,8 @@ from pathlib import Path
 from lifeboat_cache.testing import GoldenTree
 
 if __name__ == "__main__":
-    place = Path(__file__).parent / "format-1"
-    shutil.rmtree(place, ignore_errors=True)
-    GoldenTree.format_1().write(place)
+    trees = {"format-1": GoldenTree.format_1(), "format-1-checksums": GoldenTree.checksums()}
+    for name, tree in trees.items():
+        place = Path(__file__).parent / name
+        shutil.rmtree(place, ignore_errors=True)
+        tree.write(place)

@@ -147,9 +147,14 @@ class Verifier:
         Ends the work early: what has not been read then has no verdict.
     progress
         Told about verified bytes.
+    key
+        The integrity key, for keyed checksums.
     """
 
-    def __init__(self, threads: int, stop: threading.Event, progress: Progress) -> None:
+    def __init__(
+        self, threads: int, stop: threading.Event, progress: Progress, key: bytes | None = None
+    ) -> None:
+        self._key = key
         self._stop = stop
         self._progress = progress
         self._queue: queue.Queue[tuple[Path, list[Payload], bool] | None] = queue.Queue(2 * threads)
@@ -200,13 +205,13 @@ class Verifier:
     def _verify(self, path: Path, run: list[Payload], direct: bool, buffer: memoryview) -> None:
         at = 0
         while at < len(run) and not self._stop.is_set():
-            for first in _verdicts(path, run[at:], direct, buffer):
+            for first in _verdicts(path, run[at:], direct, buffer, self._key):
                 # Alone and once more: a bad sector must not cost its neighbours, and a
                 # verdict that declares data dead has to be certain.
                 verdict = (
                     first
                     if first is Verdict.GOOD
-                    else next(_verdicts(path, [run[at]], direct, buffer))
+                    else next(_verdicts(path, [run[at]], direct, buffer, self._key))
                 )
                 with self._lock:
                     self._verdicts.append((path, run[at], verdict))
@@ -217,7 +222,7 @@ class Verifier:
 
 
 def _verdicts(
-    path: Path, run: list[Payload], direct: bool, buffer: memoryview
+    path: Path, run: list[Payload], direct: bool, buffer: memoryview, key: bytes | None
 ) -> Iterator[Verdict]:
     """Verdicts in the order of a run; they end with the first that is not good."""
     try:
@@ -231,13 +236,13 @@ def _verdicts(
         for at, payload in enumerate(run):
             try:
                 pieces = window.pieces(payload.offset, payload.length)
-                good = payload_checksum(payload.bound, pieces) == payload.checksum
+                good = payload_checksum(payload.bound, pieces, key=key) == payload.checksum
             except _CutError:
                 yield Verdict.CUT
                 return
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:
-                    yield from _verdicts(path, run[at:], False, buffer)
+                    yield from _verdicts(path, run[at:], False, buffer, key)
                     return
                 yield Verdict.UNREADABLE
                 return

@@ -16,7 +16,7 @@ from lifeboat_cache.check.payloads import Payload, Verdict, Verifier, runs
 from lifeboat_cache.check.repair import Undertaker, put_header, remove_files
 from lifeboat_cache.check.report import RUN_REPAIR, Finding
 from lifeboat_cache.check.survey import Survey, Writer
-from lifeboat_cache.checksum import Binding
+from lifeboat_cache.checksum import ALGORITHM_KEYED_BLAKE3, Binding
 from lifeboat_cache.errors import ForeignDataError, FormatError, NewerFormatError
 from lifeboat_cache.format.bitmap import dead_slots
 from lifeboat_cache.format.header import (
@@ -69,6 +69,8 @@ class RecordCheck:
         Whether to bury bad records, a page at a time.
     stop
         Ends it early.
+    keyed
+        Whether the verifier has the integrity key of this namespace.
     """
 
     def __init__(
@@ -80,8 +82,11 @@ class RecordCheck:
         direct: bool,
         repair: bool,
         stop: threading.Event,
+        keyed: bool = False,
     ) -> None:
         self._survey = survey
+        self._keyed = keyed
+        self._unread_keyed: set[tuple[bytes, int]] = set()
         self._digest = digest
         self._binding = Binding(digest)
         self._verifier = verifier
@@ -101,6 +106,7 @@ class RecordCheck:
                 if self._stop.is_set():
                     return
             self._find_leftovers()
+            self._say_keyed()
         finally:
             if self._undertaker is not None:
                 self._undertaker.close()
@@ -131,6 +137,8 @@ class RecordCheck:
             dead = usable & np.isin(codes(entries), buried)
             self._records.dead += int(dead.sum())
             usable &= ~dead
+        if not self._keyed:
+            usable &= ~self._note_keyed(writer, entries, usable)
         bad: list[tuple[_Segment, Entries, str]] = []
         expected = int(entries["stored_length"][records].sum(dtype=np.uint64))
         submitted = 0
@@ -144,6 +152,31 @@ class RecordCheck:
             self._note(writer, segment, payload, verdict, path, bad)
         for segment, doomed, kind in bad:
             self._bad(writer, segment, doomed, kind)
+
+    def _note_keyed(
+        self, writer: Writer, entries: Entries, usable: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Which usable entries cannot be verified because the key is not known here."""
+        keyed: npt.NDArray[np.bool_] = usable & (entries["algorithm"] == ALGORITHM_KEYED_BLAKE3)
+        self._records.keyed += int(keyed.sum())
+        numbers = np.unique(entries["segment"][keyed]).tolist()
+        self._unread_keyed.update((writer.id, number) for number in numbers)
+        return keyed
+
+    def _say_keyed(self) -> None:
+        if self._records.keyed:
+            self._survey.find(
+                "",
+                Finding(
+                    "integrity-key",
+                    "skipped",
+                    "",
+                    "protected by an integrity key that is not this configuration's: not verified",
+                    "check with the configuration of the engines, whose security.integrity_key "
+                    "names the key",
+                    count=self._records.keyed,
+                ),
+            )
 
     def _segment(self, writer: Writer, number: int, segments: dict[int, _Segment]) -> _Segment:
         segment = segments.get(number)
@@ -211,6 +244,7 @@ class RecordCheck:
             int(entry["raw_length"]),
             stored,
             int(entry["codec"]),
+            int(entry["algorithm"]),
         )
         return Payload(entry, int(entry["offset"]), stored, bound)
 
@@ -312,7 +346,7 @@ class RecordCheck:
         elif not writer.ended:
             detail = "the header is damaged: blocks in it are served as misses"
             self._survey.find(name, writer.fault("segment-header", detail))
-        elif segment.verified or self._unread(segment):
+        elif segment.verified or self._unread(writer, segment):
             detail = "the header is damaged: blocks in it are served as misses"
             fix = partial(
                 put_header, segment.path, MAGIC_SEGMENT, self._digest, writer.id, segment.number
@@ -326,8 +360,11 @@ class RecordCheck:
         else:
             self._remove(writer, segment)
 
-    def _unread(self, segment: _Segment) -> bool:
-        return ("record-unreadable", segment.path.name) in self._findings
+    def _unread(self, writer: Writer, segment: _Segment) -> bool:
+        return (writer.id, segment.number) in self._unread_keyed or (
+            "record-unreadable",
+            segment.path.name,
+        ) in self._findings
 
     def _remove(self, writer: Writer, segment: _Segment) -> None:
         """A segment without an intact header or record is of no use to anybody."""

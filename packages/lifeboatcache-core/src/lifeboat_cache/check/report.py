@@ -100,6 +100,8 @@ class Records:
         Of a codec, checksum or kind that this release does not know.
     newer
         In segments of a newer format.
+    keyed
+        Their checksum needs an integrity key that the check does not have: not read.
     """
 
     verified: int = 0
@@ -109,6 +111,7 @@ class Records:
     gone: int = 0
     unknown: int = 0
     newer: int = 0
+    keyed: int = 0
 
 
 @dataclass

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from lifeboat_cache import kernels
 from lifeboat_cache.check import (
     CheckReport,
     Finding,
@@ -22,6 +23,7 @@ from lifeboat_cache.check import (
 from lifeboat_cache.cli.output import RefusedError, clean
 from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.units import format_size
+from lifeboat_cache.integrity import configured_integrity_key
 
 __all__ = ["check"]
 
@@ -32,12 +34,20 @@ _MARKS = {"fault": "fault", "leftover": "left", "skipped": "skip"}
 
 def check(args: argparse.Namespace) -> int:
     """Verify what is stored, and repair it if that is wanted."""
-    tiers = _tiers(load_config(args.config).config)
+    config = load_config(args.config).config
+    tiers = _tiers(config)
     only = {_matching(tiers, prefix) for prefix in args.namespace} or None
+    key = configured_integrity_key(config)
+    kernels.load()
     line = _ProgressLine(shown=sys.stderr.isatty() and not args.quiet)
     with _interruptible() as stop:
         report = check_targets(
-            tiers, only=only, repair=args.repair, stop=stop, show=line.show if line.shown else None
+            tiers,
+            only=only,
+            repair=args.repair,
+            stop=stop,
+            show=line.show if line.shown else None,
+            key=key,
         )
     line.clear()
     if args.json:
@@ -148,6 +158,7 @@ def _counts(report: NamespaceReport) -> str:
         (records.gone, "removed with their segment"),
         (records.unknown, "of a kind that this release does not know"),
         (records.newer, "in segments of a newer format"),
+        (records.keyed, "not verified: protected by another integrity key"),
     ):
         if count:
             parts.append(f"{count} {text}")

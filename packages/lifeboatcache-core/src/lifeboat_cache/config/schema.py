@@ -397,7 +397,7 @@ class Agent(Section):
 
 
 class Security(Section):
-    """Who may share KV."""
+    """Who may share KV, and how it is protected."""
 
     namespace_salt: Annotated[
         SecretStr,
@@ -406,6 +406,24 @@ class Security(Section):
         default=SecretStr(""),
         description="Engines share stored KV only if their salts are equal. Shown masked and "
         "never logged. The environment variable `LIFEBOAT_CACHE_NAMESPACE_SALT` overrides it.",
+    )
+
+    integrity_key: (
+        Annotated[
+            Path,
+            BeforeValidator(_path),
+            Key(
+                allowed="an absolute path; ~, $NAME and ${NAME} are expanded",
+                example="/etc/lifeboat/integrity.key",
+            ),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="A file of mode 0600 with 32 random bytes or more, or 64 hexadecimal digits or "
+        "more. With it stored KV is protected against tampering: checksums are keyed (BLAKE3, "
+        "slower than the default, which guards against accidents only), and only engines with the "
+        "same key share KV. Make one with: `(umask 077; openssl rand -hex 32 > FILE)`.",
     )
 
     @property

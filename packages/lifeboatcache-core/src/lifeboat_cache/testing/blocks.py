@@ -84,6 +84,8 @@ def sample_records(
     *,
     layout: int = 0,
     time: int = 1_700_000_000,
+    algorithms: Sequence[int] = (ALGORITHM_BLAKE3,),
+    integrity_key: bytes | None = None,
 ) -> Entries:
     """Journal entries for blocks stored as they are, complete but for their place.
 
@@ -97,6 +99,10 @@ def sample_records(
         Where the payloads lie.
     layout, time
         For all entries.
+    algorithms
+        Of the payload checksums, in turns.
+    integrity_key
+        The 32 bytes for keyed ones.
 
     Returns
     -------
@@ -106,14 +112,14 @@ def sample_records(
     binding = Binding(namespace.digest)
     entries = np.zeros(len(keys), dtype=ENTRY)
     entries["kind"] = KIND_RECORD
-    entries["algorithm"] = ALGORITHM_BLAKE3
+    entries["algorithm"] = np.resize(np.array(algorithms, dtype=np.uint8), len(keys))
     entries["layout"] = layout
     entries["time"] = time
     for number, (key, size) in enumerate(zip(keys, buffers.sizes().tolist(), strict=True)):
         entries["key"][number] = np.void(key)
         entries["raw_length"][number] = entries["stored_length"][number] = size
-        bound = binding.pack(key, layout, size, size, 0)
-        checksum = payload_checksum(bound, buffers.pieces(number))
+        bound = binding.pack(key, layout, size, size, 0, int(entries["algorithm"][number]))
+        checksum = payload_checksum(bound, buffers.pieces(number), key=integrity_key)
         entries["payload_checksum"][number] = np.void(checksum)
     return entries
 

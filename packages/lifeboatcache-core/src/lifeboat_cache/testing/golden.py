@@ -1,4 +1,4 @@
-"""A small target of format 1 whose every byte is known."""
+"""Small targets of format 1 whose every byte is known."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.checksum import ALGORITHM_BLAKE3, ALGORITHM_KEYED_BLAKE3, ALGORITHM_XXH3
 from lifeboat_cache.format.access import ACCESS, pack_accesses
 from lifeboat_cache.format.bitmap import set_dead
 from lifeboat_cache.format.header import (
@@ -21,6 +23,7 @@ from lifeboat_cache.format.header import (
     FileHeader,
 )
 from lifeboat_cache.format.journal import ENTRY, KIND_TOMBSTONE, seal_entries
+from lifeboat_cache.integrity import IntegrityKey, namespace_with_integrity
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.targets.layout import ROOT_MARKER
 from lifeboat_cache.testing.blocks import payload_of, sample_keys, sample_records
@@ -33,32 +36,36 @@ _PLACES = ((0, 4096), (0, 100), (0, 5000), (1, 300), (1, 40))
 
 @dataclass(frozen=True)
 class GoldenTree:
-    """All kinds of files of one format, complete enough to be opened as a target.
+    """Files of one format, complete enough to be opened as a target.
 
-    Two writers: the first stored five records in two segments; the second used the
-    second and the fourth of them and buried the fifth. The janitor declared the
-    third dead. So the first, the second and the fourth can be loaded.
+    :meth:`format_1` has all kinds of files, of two writers: the first stored five
+    records in two segments; the second used the second and the fourth of them and
+    buried the fifth. The janitor declared the third dead. So the first, the second
+    and the fourth can be loaded. :meth:`checksums` has all kinds of checksums.
 
     Attributes
     ----------
     namespace
         Whose records they are.
     keys
-        Of the five records.
+        Of the records.
     sizes
         Their payload bytes; the payloads are ``payload_of(key, size)``.
     writers
-        The 16-byte identities of the two writers.
+        The 16-byte identities of the writers.
     created
         Time in every header and entry, in seconds since 1970.
     files
         Content by path relative to the target's directory.
     """
 
+    #: What the key file of :meth:`checksums` holds.
+    INTEGRITY_KEY_CONTENT: ClassVar[bytes] = b"%s\n" % (b"5a" * 32)
+
     namespace: Namespace
     keys: tuple[bytes, ...]
     sizes: tuple[int, ...]
-    writers: tuple[bytes, bytes]
+    writers: tuple[bytes, ...]
     created: int
     files: dict[str, bytes]
 
@@ -147,5 +154,52 @@ class GoldenTree:
                     reader, seal_entries(tombstone, reader, 0, namespace.digest)
                 ),
                 f"{home}/{reader.hex()}.access": access.pack() + pack_accesses(accesses),
+            },
+        )
+
+    @classmethod
+    def checksums(cls) -> GoldenTree:
+        """A tree in format 1 with every algorithm of payload checksums.
+
+        One writer stored six records, of the algorithms 1, 2 and 3 in turns, in one
+        segment, in a namespace of the integrity key :attr:`INTEGRITY_KEY_CONTENT`.
+        """
+        integrity = IntegrityKey.from_content(cls.INTEGRITY_KEY_CONTENT)
+        identity = {"engine": "golden", "checksums": "all"}
+        namespace = namespace_with_integrity(Namespace.from_identity(identity), integrity)
+        owner = bytes(range(16))
+        created = 1_700_000_000
+        sizes = (4096, 1, 5000, 300, 8192, 64)
+        keys = sample_keys(range(len(sizes)))
+        payloads = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]
+        entries = sample_records(
+            namespace,
+            keys,
+            BlockBuffers.from_buffers(payloads),
+            layout=7,
+            time=created,
+            algorithms=(ALGORITHM_BLAKE3, ALGORITHM_XXH3, ALGORITHM_KEYED_BLAKE3),
+            integrity_key=integrity.secret,
+        )
+        data = bytearray(FileHeader(MAGIC_SEGMENT, namespace.digest, owner, 0, created).pack())
+        for number, payload in enumerate(payloads):
+            data += bytes(-len(data) % HEADER_BYTES)
+            entries["slot"][number] = number
+            entries["offset"][number] = len(data)
+            data += payload
+        header = FileHeader(MAGIC_JOURNAL, namespace.digest, owner, 0, created)
+        journal = header.pack() + seal_entries(entries, owner, 0, namespace.digest)
+        home = namespace.directory
+        return cls(
+            namespace=namespace,
+            keys=tuple(keys),
+            sizes=sizes,
+            writers=(owner,),
+            created=created,
+            files={
+                ROOT_MARKER: b'{"format": 1}\n',
+                f"{home}/namespace.json": namespace.to_json().encode() + b"\n",
+                f"{home}/{owner.hex()}.journal": journal,
+                f"{home}/{owner.hex()}.00000000.segment": bytes(data),
             },
         )
