@@ -4,59 +4,88 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache import kernels
 from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.format.access import parse_accesses
-from lifeboat_cache.format.bitmap import dead_slots
-from lifeboat_cache.format.header import (
-    HEADER_BYTES,
-    MAGIC_ACCESS,
-    MAGIC_DEAD,
-    MAGIC_JOURNAL,
-    FileHeader,
-)
-from lifeboat_cache.format.journal import (
-    ENTRY,
-    ENTRY_BYTES,
-    KIND_RECORD,
-    KIND_TOMBSTONE,
-    Entries,
-    parse_entries,
-)
+from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, MAGIC_JOURNAL, FileHeader
+from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, parse_entries
 from lifeboat_cache.targets.base import JournalPage, Place
-from lifeboat_cache.targets.direct import ALIGNMENT
-from lifeboat_cache.targets.layout import parse_name, segment_name, writer_alive
+from lifeboat_cache.targets.directory_listing import DirectoryListing
+from lifeboat_cache.targets.layout import writer_alive
+from lifeboat_cache.targets.segment_extents import SegmentExtents, stamp_of
 
 __all__ = ["JournalReader"]
 
-#: Entries read and checked in one go: about 2 ms of work, after which other
-#: threads get the interpreter.
+#: Entries read and checked in one go: about 2 ms of work, after which other threads get
+#: the interpreter. Kernels do without it.
 _PAGE_ENTRIES = 2048
+_KERNEL_PAGE_ENTRIES = 8192
 
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _NO_ENTRIES: Entries = np.zeros(0, dtype=ENTRY)
 
+#: A journal that seems not to have grown is opened at every so many polls nevertheless:
+#: a network filesystem may know a file's size only then.
+_OPEN_ANYWAY = 16
+
+#: Its writer is asked whether it lives after so many seconds, later less and less often.
+_FIRST_PROBE_S = 10.0
+_LAST_PROBE_S = 120.0
+
+#: Replaced by a janitor after it has set dead bits.
+_GENERATION = "dead.generation"
+
+#: The generation before anything was looked at; no file has it.
+_NEVER = (-1, -1, -1)
+
 
 class _Journal:
     """How far a journal has been read."""
 
-    __slots__ = ("index", "torn", "valid", "writer")
+    __slots__ = (
+        "checked",
+        "idle",
+        "index",
+        "pending",
+        "probe_at",
+        "probe_s",
+        "stamp",
+        "torn",
+        "valid",
+        "writer",
+    )
 
     def __init__(self, writer: bytes) -> None:
         self.writer = writer
         self.index = 0
         self.valid = False
         self.torn = False
+        #: What the file looked like when it was read last.
+        self.stamp: tuple[int, int, int] | None = None
+        #: Something at its end, or in its header, may still change.
+        self.pending = False
+        #: Polls since it was opened.
+        self.idle = 0
+        #: Whether its writer was asked for once.
+        self.checked = False
+        self.probe_at = 0.0
+        self.probe_s = _FIRST_PROBE_S
 
 
 class JournalReader:
     """Reads what the writers of one namespace directory have journaled.
+
+    A poll lists the directory if it has changed, and looks at the journals of writers
+    that may live; that of a dead writer is read to its end once. At most one file is
+    open at a time. One thread polls at a time.
 
     Parameters
     ----------
@@ -69,50 +98,126 @@ class JournalReader:
     def __init__(self, directory: Path, namespace: bytes) -> None:
         self._directory = directory
         self._namespace = namespace
-        self._journals: dict[str, _Journal] = {}
+        self._listing = DirectoryListing(directory)
+        self._extents = SegmentExtents(directory, namespace, self._listing.dead)
+        self._unfinished: dict[str, _Journal] = {}
+        self._finished: set[str] = set()
+        self._vanished: list[tuple[bytes, int | None]] = []
+        self._generation: tuple[int, int, int] | None = _NEVER
+        self._complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last poll went through, and could read every journal to its end."""
+        return self._complete
 
     def poll(self, skip: bytes | None = None) -> Iterator[JournalPage]:
         """See :meth:`TargetReader.poll`."""
         own = "" if skip is None else skip.hex()
-        try:
-            names = sorted(os.listdir(self._directory))
-        except OSError:
-            return
-        for name in names:
-            parsed = parse_name(name)
-            if parsed is None or parsed.kind != "journal" or parsed.writer == own:
+        self._complete = False
+        complete = self._look()
+        for writer in self._listing.journals - self._unfinished.keys() - self._finished:
+            if writer != own:
+                self._unfinished[writer] = _Journal(bytes.fromhex(writer))
+        for writer in sorted(self._unfinished):
+            journal = self._unfinished.get(writer)
+            if journal is None or writer == own:
                 continue
-            journal = self._journals.setdefault(
-                parsed.writer, _Journal(bytes.fromhex(parsed.writer))
-            )
+            path = self._directory / f"{writer}.journal"
             try:
-                yield from self._read_journal(self._directory / name, journal)
+                yield from self._follow(path, journal)
             except NewerFormatError:
                 continue  # not ours to judge
             except FormatError:
-                if not journal.torn and not writer_alive(self._directory, parsed.writer):
+                journal.pending = not journal.torn
+                if not journal.torn and not writer_alive(self._directory, writer):
                     journal.torn = True
+                    journal.pending = False
                     yield JournalPage(journal.writer, _NO_ENTRIES, 1)
+            except FileNotFoundError:
+                continue  # the next listing says so too
             except OSError:
-                continue  # it may be readable at the next poll
+                journal.stamp = None
+                complete = False  # it may be readable at the next poll
+        self._complete = complete
 
-    def _read_journal(self, path: Path, journal: _Journal) -> Iterator[JournalPage]:
+    def _look(self) -> bool:
+        """List the directory if it has changed; returns whether it could be read."""
+        readable = self._listing.refresh()
+        gone = self._listing.take_gone()
+        journals = {name.writer for name in gone if name.kind == "journal"}
+        for writer in sorted(journals):
+            self._unfinished.pop(writer, None)
+            self._finished.discard(writer)
+            self._vanished.append((bytes.fromhex(writer), None))
+        for name in gone:
+            if name.kind == "segment" and name.writer not in journals:
+                self._vanished.append((bytes.fromhex(name.writer), name.segment))
+            elif name.kind == "dead":
+                self._extents.forget(name.writer, name.segment)
+        return readable
+
+    def take_vanished(self) -> list[tuple[bytes, int | None]]:
+        """What was there and is not there any more, as the polls since the last call noticed.
+
+        Returns
+        -------
+        list
+            Writer and segment of each segment that has gone, or writer and ``None`` if its
+            journal has, and with it all of its records. Should a journal come back, it is
+            read anew.
+        """
+        vanished, self._vanished = self._vanished, []
+        return vanished
+
+    # Journals -----------------------------------------------------------------
+
+    def _follow(self, path: Path, journal: _Journal) -> Iterator[JournalPage]:
+        """Read what is new in a journal, if there may be something."""
+        now = time.monotonic()
+        dead = False
+        if not journal.checked or now >= journal.probe_at:
+            # Before it is read: what a dead writer's journal holds then is all.
+            dead = not writer_alive(self._directory, journal.writer.hex())
+            journal.checked = True
+            journal.probe_at = now + journal.probe_s
+            journal.probe_s = min(2 * journal.probe_s, _LAST_PROBE_S)
+        journal.idle += 1
+        if not (dead or journal.pending or journal.idle >= _OPEN_ANYWAY):
+            if stamp_of(os.stat(path)) == journal.stamp:
+                return
+            journal.probe_at = now + _FIRST_PROBE_S
+            journal.probe_s = _FIRST_PROBE_S
+        journal.idle = 0
+        dead = yield from self._read(path, journal, dead)
+        if dead:
+            writer = journal.writer.hex()
+            self._unfinished.pop(writer, None)
+            self._finished.add(writer)
+
+    def _read(
+        self, path: Path, journal: _Journal, dead: bool
+    ) -> Generator[JournalPage, None, bool]:
+        """Read on; the generator returns whether the journal was read to its very end."""
         fd = os.open(path, _OPEN)
         try:
+            journal.stamp = stamp_of(os.fstat(fd))
             if not journal.valid:
                 header = FileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), MAGIC_JOURNAL, path.name)
                 if header.namespace != self._namespace or header.writer != journal.writer:
                     raise FormatError(f"{path.name}: the header names another writer; skipped")
                 journal.valid = True
-            dead = False
+            journal.pending = False
+            self._extents.begin(journal.writer, whole=not journal.index)
             while True:
+                page = _KERNEL_PAGE_ENTRIES if kernels.ready() else _PAGE_ENTRIES
                 at = HEADER_BYTES + journal.index * ENTRY_BYTES
-                data = os.pread(fd, _PAGE_ENTRIES * ENTRY_BYTES, at)
+                data = os.pread(fd, page * ENTRY_BYTES, at)
                 whole = len(data) // ENTRY_BYTES
                 if not data:
-                    return
+                    return dead
                 entries, bad = parse_entries(data, journal.writer, journal.index, self._namespace)
-                last_page = whole < _PAGE_ENTRIES
+                last_page = whole < page
                 if last_page:
                     tail = len(data) % ENTRY_BYTES > 0
                     if (bad or tail) and not dead:
@@ -123,18 +228,20 @@ class JournalReader:
                         # Nobody will ever finish it.
                         bad += int(tail and not journal.torn)
                         journal.torn = journal.torn or tail
-                    elif bad:
+                    else:
+                        journal.pending = tail
                         # What is bad at the very end may still be being written:
                         # look again next time, and judge then.
-                        while whole and not self._entry_good(data, whole - 1, journal):
+                        while bad and whole and not self._entry_good(data, whole - 1, journal):
                             whole -= 1
                             bad -= 1
+                            journal.pending = True
                 journal.index += whole
-                kept, misplaced = self._placed(entries, journal.writer)
+                kept, misplaced = self._extents.placed(entries)
                 if kept.shape[0] or bad or misplaced:
                     yield JournalPage(journal.writer, kept, bad + misplaced)
-                if last_page:
-                    return
+                if last_page and (not whole or journal.pending or journal.torn):
+                    return dead
         finally:
             os.close(fd)
 
@@ -143,77 +250,52 @@ class JournalReader:
         _, bad = parse_entries(one, journal.writer, journal.index + number, self._namespace)
         return bad == 0
 
-    def _placed(self, entries: Entries, writer: bytes) -> tuple[Entries, int]:
-        """Leave out records that are dead, gone, or not inside their segment."""
-        keep = np.zeros(entries.shape[0], dtype=bool)
-        misplaced = 0
-        keep[entries["kind"] == KIND_TOMBSTONE] = True
-        records = entries["kind"] == KIND_RECORD
-        for segment in np.unique(entries["segment"][records]).tolist():
-            # Not remembered from page to page: a living writer's segment grows.
-            size, dead = self._extent(writer, segment)
-            mine = records & (entries["segment"] == segment)
-            if not size:  # purged: nothing is wrong, nothing is there
-                continue
-            offset = entries["offset"]
-            inside = (
-                (offset >= HEADER_BYTES)
-                & (offset % ALIGNMENT == 0)
-                & (
-                    entries["stored_length"]
-                    <= np.uint64(size) - np.minimum(offset, np.uint64(size))
-                )
-            )
-            slot = entries["slot"]
-            marked = (
-                dead[np.minimum(slot, dead.shape[0] - 1)] & (slot < dead.shape[0])
-                if dead.shape[0]
-                else np.zeros(entries.shape[0], dtype=bool)
-            )
-            misplaced += int((mine & ~inside).sum())
-            keep |= mine & inside & ~marked
-        kept: Entries = entries[keep]
-        return kept, misplaced
+    # Dead bitmaps -------------------------------------------------------------
 
-    def _extent(self, writer: bytes, segment: int) -> tuple[int, npt.NDArray[np.bool_]]:
-        """A segment's size in bytes (0 if it has gone) and its dead slots."""
-        none: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+    def poll_dead(self) -> Iterator[tuple[bytes, int, npt.NDArray[np.bool_]]]:
+        """Dead bitmaps that may have changed since they were read last.
+
+        Looks at them only when a janitor says that it has set bits.
+
+        Yields
+        ------
+        writer, segment, dead
+            Of which segment, and bool ``(slots,)``: which are dead. What is yielded may
+            have been yielded before.
+        """
         try:
-            size = os.stat(self._directory / segment_name(writer.hex(), segment)).st_size
+            generation = stamp_of(os.stat(self._directory / _GENERATION))
         except OSError:
-            return 0, none
-        name = segment_name(writer.hex(), segment, "dead")
-        try:
-            data = (self._directory / name).read_bytes()
-            header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_DEAD, name)
-        except (OSError, FormatError):
-            return size, none
-        if (header.namespace, header.writer, header.segment) != (
-            self._namespace,
-            writer,
-            segment,
-        ):
-            return size, none
-        return size, dead_slots(data[HEADER_BYTES:])
+            generation = None
+        if generation == self._generation:
+            return
+        self._look()
+        for writer, segment in sorted(self._listing.dead):
+            if self._extents.changed(writer, segment):
+                dead = self._extents.dead(bytes.fromhex(writer), segment, remember=True)
+                if dead is not None and dead.any():
+                    yield bytes.fromhex(writer), segment, dead
+        self._generation = generation
 
     def declared_dead(self, places: Sequence[Place], slots: Sequence[int]) -> list[bool]:
         """See :meth:`TargetReader.declared_dead`."""
+        known: dict[tuple[bytes, int], npt.NDArray[np.bool_] | None] = {}
         out = []
         for place, slot in zip(places, slots, strict=True):
-            _, dead = self._extent(place.writer, place.segment)
-            out.append(slot < dead.shape[0] and bool(dead[slot]))
+            key = (place.writer, place.segment)
+            if key not in known:
+                known[key] = self._extents.dead(*key)
+            dead = known[key]
+            out.append(dead is not None and slot < dead.shape[0] and bool(dead[slot]))
         return out
+
+    # Access logs --------------------------------------------------------------
 
     def accesses(self) -> Iterator[Entries]:
         """See :meth:`TargetReader.accesses`."""
-        try:
-            names = sorted(os.listdir(self._directory))
-        except OSError:
-            return
-        for name in names:
-            parsed = parse_name(name)
-            if parsed is None or parsed.kind != "access":
-                continue
+        self._look()
+        for writer in sorted(self._listing.access):
+            name = f"{writer}.access"
             with contextlib.suppress(OSError, FormatError):
                 data = (self._directory / name).read_bytes()
                 header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_ACCESS, name)
