@@ -125,7 +125,7 @@ def _text(document: Mapping[str, Any]) -> str:
 
 def _verdict(document: Mapping[str, Any]) -> str:
     word = "healthy" if document["healthy"] else "unhealthy"
-    lines = [clean(f"LifeboatCache {document['core']} at {document['home']}: {word}")]
+    lines = [f"LifeboatCache {document['core']}: {word}"]
     for problem in document["problems"]:
         lines += textwrap.wrap(
             clean(problem),
@@ -134,8 +134,12 @@ def _verdict(document: Mapping[str, Any]) -> str:
             subsequent_indent="    ",
             break_on_hyphens=False,
         )
-    if not document["processes"]:
-        lines.append("No engine is running.")
+    where = clean(document["home"])
+    lines.append(
+        f"Home directory: {where}"
+        if document["processes"]
+        else f"No engine is running. Home directory: {where}"
+    )
     return "\n".join(lines)
 
 
@@ -147,7 +151,7 @@ def _processes(document: Mapping[str, Any]) -> str:
     hosts = {item["host"] for item in everyone}
     rows = []
     for item in everyone:
-        engine = item.get("engine") or {}
+        engine = item.get("engine", {})
         what = " ".join(str(engine[key]) for key in ("name", "version") if engine.get(key))
         row = [
             item["pid"] or "?",
@@ -155,7 +159,7 @@ def _processes(document: Mapping[str, Any]) -> str:
             item["core"] or "?",
             "-" if item["up_s"] is None else format_duration(item["up_s"]),
             "never" if item["heartbeat_s"] is None else _ago(item["heartbeat_s"]),
-            item["state"] or "?",
+            _cut(item["state"], 12),
             _cut(what or "-", 16),
         ]
         rows.append([*row, _cut(item["host"], 16)] if len(hosts) > 1 else row)
@@ -170,13 +174,13 @@ def _stores(document: Mapping[str, Any]) -> str:
         rows.append(
             [
                 item["pid"] or "?",
-                _cut((item["namespace"] or {}).get("name") or "-", 12),
-                _cut((item["target"] or {}).get("name") or "-", 14),
-                _number((item["index"] or {}).get("blocks")),
+                _cut(item["namespace"].get("name") or "-", 12),
+                _cut(item["target"].get("name") or "-", 14),
+                _number(item["index"].get("blocks")),
                 _percent(counts["hit_rate"]),
                 _size(counts["loaded_bytes"]),
                 _size(counts["stored_bytes"]),
-                _size((item["queue"] or {}).get("pending_bytes")),
+                _size(item["queue"].get("pending_bytes")),
             ]
         )
     head = ("pid", "namespace", "target", "blocks", "hits", "loaded", "stored", "queued")
@@ -203,7 +207,7 @@ def _spaces(document: Mapping[str, Any]) -> str:
 def _recovering(document: Mapping[str, Any]) -> str:
     lines = []
     for item in document["processes"]:
-        recovery = item["recovery"] or {}
+        recovery = item["recovery"]
         if recovery and not recovery.get("done"):
             found = _number(recovery.get("blocks"))
             lines.append(f"pid {item['pid']} is reading the index: {found} blocks so far")

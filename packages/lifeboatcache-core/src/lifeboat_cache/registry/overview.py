@@ -91,8 +91,8 @@ def _process(entry: ProcessEntry, now: float) -> dict[str, Any]:
         "started": entry.started,
         "up_s": max(0.0, now - entry.started) if entry.started else None,
         "heartbeat_s": entry.age if entry.document else None,
-        "state": entry.document.get("state"),
-        "reason": entry.document.get("reason"),
+        "state": str(entry.document.get("state") or "unknown"),
+        "reason": str(entry.document.get("reason") or ""),
     }
 
 
@@ -104,9 +104,13 @@ def _store(entry: ProcessEntry, now: float) -> dict[str, Any]:
     parts = ("engine", "namespace", "target", "index", "queue", "recovery", "recent")
     return {
         **_process(entry, now),
-        **{name: entry.document.get(name) for name in parts},
+        **{name: _mapping(entry.document.get(name)) for name in parts},
         "counts": _sums(entry.counts),
     }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _sums(counts: Counts) -> dict[str, Any]:

@@ -1,0 +1,275 @@
+"""What stores and the agent publish."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.registry import (
+    StorePublisher,
+    TargetFacts,
+    agent_document,
+    attach,
+    processes,
+    snapshot,
+)
+from lifeboat_cache.registry.extra import facts_of
+from lifeboat_cache.registry.publisher import RECENT_S
+from lifeboat_cache.store.counters import Counters
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.testing import StoreDriver
+
+
+class State(Enum):
+    OPENING = "opening"
+    READY = "ready"
+    DISABLED = "disabled"
+
+
+class Store:
+    """Only what is published of a store."""
+
+    def __init__(self) -> None:
+        self.state = State.OPENING
+        self.reason = ""
+        self.namespace: Namespace | None = None
+        self.target: FilesystemTarget | None = None
+        self.counted = Counters()
+
+    def __len__(self) -> int:
+        return 12
+
+    def counters(self) -> Any:
+        return self.counted.snapshot()
+
+    def open(self, namespace: Namespace, target: FilesystemTarget) -> None:
+        self.state, self.namespace, self.target = State.READY, namespace, target
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def publish(home: Path) -> Iterator[Callable[..., StorePublisher]]:
+    made: list[StorePublisher] = []
+
+    def make(store: Any, **options: Any) -> StorePublisher:
+        made.append(StorePublisher(store, home, **options))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+def document(home: Path) -> Any:
+    (entry,) = processes(home)
+    return entry.document
+
+
+def groups(home: Path) -> dict[tuple[tuple[str, str], ...], dict[str, float]]:
+    found = snapshot(home)
+    assert found is not None
+    return dict(found.counts.groups())
+
+
+def test_a_store_is_published_as_it_is(
+    home: Path, open_driver: Callable[..., StoreDriver], namespace: Namespace, root: Path
+) -> None:
+    target = FilesystemTarget(root, name="nvme", capacity=10**9, reserve=5)
+    driver = open_driver(target=target)
+    store = driver.block_store
+    publisher = StorePublisher(
+        store,
+        home,
+        extra=lambda: {"model": "a model"},
+        queue=lambda: {"jobs": 2, "pending_bytes": 300, "limit_bytes": 1000, "more": "text"},
+    )
+    driver.store(range(5))
+    driver.load(range(6))
+    driver.lookup(range(7))
+    publisher.tick()
+    found = document(home)
+    assert found["kind"] == "store"
+    assert found["state"] == "ready"
+    assert found["namespace"] == {"name": namespace.hex[:12], "model": "a model"}
+    assert found["engine"]["name"] == "test", "from the namespace's identity"
+    assert found["target"] == {
+        "name": "nvme",
+        "location": str(root),
+        "capacity_bytes": 10**9,
+        "reserve_bytes": 5,
+        "direct_io": "auto",
+    }
+    assert found["index"] == {"blocks": 5}
+    assert found["queue"] == {"jobs": 2, "pending_bytes": 300, "limit_bytes": 1000}
+    assert found["recovery"]["done"] is True
+    assert found["recent"]["load_failed"] == {"missing": 1}
+    ((labels, values),) = groups(home).items()
+    assert dict(labels) == {"namespace": namespace.hex[:12], "engine": "test", "target": "nvme"}
+    counters = store.counters()
+    assert values["stored_blocks"] == values["loaded_blocks"] == 5
+    assert values["stored_bytes"] == counters.bytes_stored > 0
+    assert values["load_outcome:ok"] == 5
+    assert values["load_outcome:missing"] == 1
+    assert values["lookups"] == 7
+    assert values["lookup_hits"] == 5
+    publisher.close()
+    publisher.close()
+    assert processes(home) == [], "its counts are in the totals"
+    ((_, after),) = groups(home).items()
+    assert after == values
+
+
+def test_counts_stay_where_they_were_shown_as_labels_become_known(
+    home: Path, publish: Callable[..., StorePublisher], namespace: Namespace
+) -> None:
+    store = Store()
+    publisher = publish(store)
+    assert groups(home) == {}, "nothing is known, and nothing was counted"
+    store.counted.add(lookups=3)
+    publisher.tick()
+    unknown = (("engine", "unknown"), ("namespace", "unknown"), ("target", "none"))
+    assert groups(home) == {unknown: {"lookups": 3}}
+    store.open(namespace, FilesystemTarget(home / "kv", name="nvme"))
+    store.counted.add(lookups=4)
+    publisher.tick()
+    known = (("engine", "test"), ("namespace", namespace.hex[:12]), ("target", "nvme"))
+    assert {labels: values["lookups"] for labels, values in groups(home).items()} == {
+        unknown: 3,
+        known: 4,
+    }
+
+
+def test_namespaces_that_end_with_their_process_share_a_name(
+    home: Path, publish: Callable[..., StorePublisher]
+) -> None:
+    store = Store()
+    store.open(
+        Namespace.from_identity({"engine": "vllm", "epoch": "1"}, {"temporary": True}),
+        FilesystemTarget(home / "kv"),
+    )
+    publish(store)
+    assert document(home)["namespace"]["name"] == "temporary"
+
+
+def test_what_was_lost_is_recent_for_ten_minutes(
+    home: Path, publish: Callable[..., StorePublisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    now = start
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    store = Store()
+    publisher = publish(store)
+    store.counted.job("store", [1, 6, 6, 8, 9], 100, 1.0)  # ok, full twice, busy, cancelled
+    publisher.tick()
+    assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
+    for step in range(60):
+        now = start + 10 * (step + 1)
+        publisher.tick()
+        if now - start < RECENT_S:
+            assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
+    store.counted.job("store", [6], 0, 1.0)
+    now = start + RECENT_S + 30
+    publisher.tick()
+    assert document(home)["recent"]["store_dropped"] == {"full": 1}
+    assert len(publisher._samples) < 60
+
+
+def test_an_adapter_adds_its_facts(
+    home: Path, publish: Callable[..., StorePublisher], namespace: Namespace
+) -> None:
+    store = Store()
+    store.open(namespace, FilesystemTarget(home / "kv"))
+    publisher = publish(store)
+    served = 100
+    attach(
+        store,
+        lambda: {"engine": "vllm", "version": "0.32", "model": "m", "served_tokens": served},
+    )
+    publisher.tick()
+    served = 150
+    publisher.tick()
+    found = document(home)
+    assert found["engine"] == {"name": "vllm", "version": "0.32", "model": "m"}
+    values = groups(home)[
+        ("engine", "vllm"), ("namespace", namespace.hex[:12]), ("target", "local")
+    ]
+    assert values["served_tokens"] == 150
+
+
+def test_an_adapter_that_fails_does_not_matter(
+    home: Path, publish: Callable[..., StorePublisher]
+) -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError
+
+    store = Store()
+    attach(store, broken)
+    publisher = publish(store)
+    publisher.tick()
+    assert publisher.reason == ""
+    assert document(home)["state"] == "opening"
+
+
+def test_facts_do_not_keep_a_store() -> None:
+    store = Store()
+    attach(store, dict)
+    assert facts_of(store) == {}
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None
+
+
+def test_where_nothing_can_be_written_it_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    publisher = StorePublisher(Store(), tmp_path / "file")
+    for _ in range(3):
+        publisher.tick()
+    publisher.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert lines[0].startswith("LifeboatCache: `lifeboat-cache status` cannot see this: ")
+
+
+def test_names_are_cleaned_before_they_are_labels(
+    home: Path, publish: Callable[..., StorePublisher], namespace: Namespace
+) -> None:
+    store = Store()
+    store.open(namespace, FilesystemTarget(home / "kv"))
+    attach(store, lambda: {"engine": 'v"llm\n' + "x" * 100})
+    publish(store).tick()
+    ((labels, _),) = groups(home).items()
+    assert dict(labels)["engine"] == "v_llm_" + "x" * 58
+
+
+def test_the_agent_publishes_its_targets() -> None:
+    found = agent_document(
+        [
+            TargetFacts("nvme", "/kv", 5, 10, 20, 3, 4, counters={"evicted_blocks": 2}),
+            TargetFacts("new", "/new", capacity_bytes=10),
+        ],
+        reason="x" * 1000,
+    )
+    assert json.loads(json.dumps(found)) == found
+    assert found["targets"][0]["used_bytes"] == 5
+    assert found["targets"][1]["used_bytes"] is None, "nothing has been measured yet"
+    assert found["counters"][0] == {
+        "labels": {"target": "nvme"},
+        "values": {"evicted_blocks": 2},
+    }
+    assert len(found["reason"]) < 1000
