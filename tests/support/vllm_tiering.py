@@ -58,6 +58,10 @@ class Engine:
         Bytes of a chunk.
     model, dtype, tokens_per_block, tp_size
         Of the engine that is pretended.
+    events
+        Whether it publishes KV events.
+    tiers
+        Several secondary tiers instead of the one.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Engine:
         tokens_per_block: int = 128,
         tp_size: int = 1,
         events: bool = False,
+        tiers: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.engine_id = f"test_{uuid.uuid4().hex}"
         config = OffloadingConfig(
@@ -80,7 +85,7 @@ class Engine:
             extra_config={
                 "spec_name": "TieringOffloadingSpec",
                 "cpu_bytes_to_use": rows * row_bytes,
-                "secondary_tiers": [dict(tier)],
+                "secondary_tiers": [dict(one) for one in tiers or (tier,)],
             },
             engine_id=self.engine_id,
             model=OffloadingModelConfig(model, dtype),

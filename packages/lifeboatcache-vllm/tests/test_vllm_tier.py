@@ -429,6 +429,45 @@ def test_tokens_of_several_groups_count_once() -> None:
     assert unknown.facts()["served_tokens"] == 0
 
 
+def test_two_tiers_of_an_engine_show_the_sum_of_their_chunks(
+    home: Path, engine: OpenEngine, tmp_path: Path
+) -> None:
+    # vLLM keeps the last value of a gauge: each tier showed its own number.
+    tiers = []
+    for number in range(2):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(
+            f"storage: {{fallback_local: {{path: {tmp_path / str(number)}, min_free_gb: 0}}}}\n"
+        )
+        tiers.append(
+            {
+                "type": "LifeboatTier",
+                "module_path": "lifeboat_cache.integrations.vllm_tier",
+                "config": str(path),
+            }
+        )
+    first = engine(tiers=tiers)
+    other = engine()
+    first.store(offload_keys(COUNT), random_chunks(COUNT, ROW))
+    other.store(offload_keys(3), random_chunks(3, ROW))
+    assert indexed(first) == 2 * COUNT
+    assert indexed(other) == 3
+    more = offload_keys(2, seed=8)
+    first.store(more, random_chunks(2, ROW))
+    second = first.manager.secondary_tiers[1]
+    context = first.request(more)
+    second.store.delete(second._keys_of(context).store_keys(more))
+    first.manager.on_request_finished(context)
+    assert indexed(first) == 2 * COUNT + 2
+
+
+def indexed(engine: Engine) -> float:
+    """What vLLM shows, as its loggers do: the last value it was given."""
+    stats = engine.manager.get_stats().data["data"]
+    (value,) = stats["lifeboat_blocks_indexed"].values()
+    return float(value)
+
+
 def test_a_load_never_lands_after_its_job_was_reported(
     engine: OpenEngine, stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

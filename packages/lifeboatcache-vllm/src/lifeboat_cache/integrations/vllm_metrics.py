@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 from lifeboat_cache.interface import BlockStore, Job, Outcome
 
@@ -19,12 +20,32 @@ _STORE_SECONDS = "lifeboat_store_seconds"
 _LOAD_SECONDS = "lifeboat_load_seconds"
 
 
-class TierMetrics:
-    """Counts jobs and hands the counts to vLLM. Used under vLLM's manager lock."""
+class _Engine:
+    """The metrics of all tiers of one engine."""
 
     def __init__(self) -> None:
+        self.tiers: WeakSet[TierMetrics] = WeakSet()
+
+
+_engines: WeakValueDictionary[str, _Engine] = WeakValueDictionary()
+
+
+class TierMetrics:
+    """Counts jobs and hands the counts to vLLM. Used under vLLM's manager lock.
+
+    Parameters
+    ----------
+    engine_id
+        VLLM's name of the engine. vLLM adds up the counters of an engine's tiers, but
+        keeps only the last value of a gauge, which therefore holds the sum.
+    """
+
+    def __init__(self, engine_id: str) -> None:
         self._counts: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._indexed = -1
+        self._engine = _engines.setdefault(engine_id, _Engine())
+        self._engine.tiers.add(self)
+        self._indexed = 0  # of this tier
+        self._shown = -1  # of all
 
     @staticmethod
     def definitions() -> dict[str, Any]:
@@ -48,7 +69,9 @@ class TierMetrics:
             _LOAD_FAILURES: OffloadingCounterMetadata(
                 "Chunks not loaded and therefore recomputed, by reason.", labelnames=("reason",)
             ),
-            _INDEXED: OffloadingGaugeMetadata("Chunks known to be on storage."),
+            _INDEXED: OffloadingGaugeMetadata(
+                "Chunks known to be on storage, of all tiers of the engine."
+            ),
         }
 
     def _add(self, name: str, amount: float, labels: tuple[str, ...] = ()) -> None:
@@ -76,8 +99,9 @@ class TierMetrics:
 
     def take(self, store: BlockStore | None) -> Any:
         """VLLM's stats object with everything since the last call, ``None`` if nothing."""
-        indexed = len(store) if store is not None else 0
-        if not self._counts and indexed == self._indexed:
+        self._indexed = len(store) if store is not None else 0
+        indexed = sum(tier._indexed for tier in self._engine.tiers)
+        if not self._counts and indexed == self._shown:
             return None
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
             OffloadingConnectorStats,
@@ -88,9 +112,9 @@ class TierMetrics:
             if amount:
                 stats.increase_counter(name, amount, labels)
         self._counts.clear()
-        if indexed != self._indexed:
+        if indexed != self._shown:
             stats.set_gauge(_INDEXED, indexed)
-            self._indexed = indexed
+            self._shown = indexed
         return stats
 
 

@@ -129,7 +129,7 @@ class LifeboatTier(SecondaryTierManager):
                 getattr(offloading_spec, "kv_events_config", None), "enable_kv_cache_events", False
             )
         )
-        self._metrics = TierMetrics()
+        self._metrics = TierMetrics(offloading_spec.config.engine_id)
         self._published = Published(offloading_spec)
         self._stopping = threading.Event()
         self._closed = False
