@@ -2,133 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from agents import CLI, Start, agent_home, engines, gone, running, until
 
 from lifeboat_cache.agent import AgentState, agent_status, ensure_agent
 from lifeboat_cache.agent import starter as starter_module
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.registry import processes
-from lifeboat_cache.registry.host import process_start
-
-CLI = "import sys; from lifeboat_cache.cli.main import main; sys.exit(main())"
-
-Start = Callable[..., "Engine"]
-
-
-def until(what: Callable[[], Any], wanted: str) -> Any:
-    """Ask until the answer is true; it never is if something is broken."""
-    give_up = time.monotonic() + 90
-    while not (answer := what()):
-        assert time.monotonic() < give_up, f"waited in vain: {wanted}"
-        time.sleep(0.02)
-    return answer
-
-
-class Engine:
-    """An engine's process; see ``children/agent_engine.py``."""
-
-    def __init__(self, home: Path, lease: float) -> None:
-        program = Path(__file__).parent / "children" / "agent_engine.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(program), str(home), str(lease)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-
-    def tell(self, command: str) -> None:
-        assert self.process.stdin is not None
-        print(command, file=self.process.stdin, flush=True)
-
-    def hear(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine died with {self.process.wait()}"
-        return json.loads(line)
-
-    def ask(self, command: str) -> Any:
-        self.tell(command)
-        return self.hear()
-
-    def end(self) -> None:
-        self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
-        self.process.wait()
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home directory; whatever agent it has in the end is killed."""
-    home = tmp_path / "home"
-    for name in ("LIFEBOAT_CACHE_CONFIG", "LIFEBOAT_CACHE_NAMESPACE_SALT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))
-    seen: set[int] = set()
-    yield home
-    # Those that were replaced too.
-    for entry in processes(home):
-        if entry.role == "agent" and entry.alive:
-            seen.add(entry.pid)
-    seen.add(agent_status(home).pid if home.exists() else 0)
-    for pid in seen - {0}:
-        if b"lifeboat_cache/agent/__main__.py" in _command_line(pid):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    with agent_home(tmp_path, monkeypatch) as home:
+        yield home
 
 
 @pytest.fixture
 def start(home: Path) -> Iterator[Start]:
-    started: list[Engine] = []
-
-    def make(lease: float = 600) -> Engine:
-        engine = Engine(home, lease)
-        started.append(engine)
-        assert engine.hear() == "there"
-        return engine
-
-    yield make
-    for engine in started:
-        engine.end()
-
-
-def running(home: Path) -> int:
-    """Wait for an agent that works; return its pid."""
-
-    def pid() -> int:
-        status = agent_status(home)
-        works = status.state is AgentState.RUNNING and status.document["state"] == "watching"
-        return status.pid if works else 0
-
-    return int(until(pid, "an agent that works"))
+    with engines(home) as start:
+        yield start
 
 
 def starts(home: Path) -> int:
     return (home / "agent.log").read_text().count(" starts: ")
-
-
-def gone(pid: int) -> bool:
-    return process_start(pid) == 0
 
 
 # --- starting ----------------------------------------------------------------------------------
@@ -309,6 +214,42 @@ def test_it_ends_when_told(home: Path, start: Start, number: signal.Signals) -> 
     assert agent_status(home).state is AgentState.ABSENT
     assert number.name in agent_status(home).reason
     assert not [entry for entry in processes(home) if entry.role == "agent" and entry.alive]
+
+
+def test_newer_release_replaces_an_older_agent(
+    home: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    engine.ask("ensure")
+    old = running(home)
+    assert ensure_agent(home).pid == old
+    monkeypatch.setattr(starter_module, "__version__", "999.0")
+    assert ensure_agent(home, lease_s=600).state is AgentState.STARTING
+    until(lambda: gone(old), "the end of the older one")
+    assert running(home) != old
+    monkeypatch.setattr(starter_module, "__version__", "0.0.1")
+    assert ensure_agent(home).state is AgentState.RUNNING
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+def test_kernels_are_compiled_first_and_for_other_environments_too(
+    home: Path, start: Start
+) -> None:
+    engine = start()
+    assert not engine.ask("kernels")
+    engine.ask("ensure")
+    until(lambda: agent_status(home).document.get("kernels") == "ready", "kernels")
+    assert engine.ask("kernels")
+    # Code that was made for other settings of the compiler does not fit.
+    other = start(NUMBA_OPT="2")
+    assert not other.ask("kernels")
+    assert other.ask("ensure") == ["running", ""]
+    until(lambda: other.ask("kernels"), "kernels of the other environment")
+    assert len(list((home / "kernels").glob("*/complete.json"))) == 2
+    until(lambda: not list((home / "kernels").glob("*.building")), "the end of the compiler")
+    assert starts(home) == 1
 
 
 # --- dying and hanging -------------------------------------------------------------------------

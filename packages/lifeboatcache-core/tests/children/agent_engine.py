@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from lifeboat_cache import kernels
 from lifeboat_cache.agent import ensure_agent
 from lifeboat_cache.registry import Registration
 
@@ -31,6 +32,8 @@ def answer(command: str, rest: str) -> object:
         os.open(rest, os.O_RDWR | os.O_CREAT)
         os.set_inheritable(os.open(rest, os.O_RDWR), True)
         return None
+    if command == "kernels":
+        return kernels.load(home)
     if command == "children":
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     raise ValueError(command)

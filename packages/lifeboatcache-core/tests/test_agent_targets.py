@@ -1,0 +1,276 @@
+"""What the agent looks after: whose targets, with which limits, and a dead disk among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Start, agent_home, engines, running, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lifeboat_cache import clock, janitor
+from lifeboat_cache.agent import agent_status, caretaker
+from lifeboat_cache.agent.caretaker import Caretaker, pause_after
+from lifeboat_cache.agent.wanted import WantedTarget, merged, of_document
+from lifeboat_cache.janitor import JanitorReport
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.registry import processes
+from lifeboat_cache.store.block_store import BlockStore
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.testing import StoreDriver
+
+MIB = 1 << 20
+
+
+def target(path: str, capacity: int | None, reserve: int = 0, direct_io: Any = "auto") -> Any:
+    return WantedTarget(Path(path), "t", capacity, reserve, direct_io)
+
+
+# --- merging -----------------------------------------------------------------------------------
+
+
+def test_smallest_capacity_and_largest_reserve_count() -> None:
+    chosen, disagreements = merged(
+        [target("/a", 100, 5), target("/b", None, 7), target("/a", 50, 9), target("/a", None, 1)]
+    )
+    assert chosen == {
+        Path("/a"): target("/a", 50, 9),
+        Path("/b"): target("/b", None, 7),
+    }
+    (text,) = disagreements
+    assert "/a" in text
+    assert "50 bytes" in text
+
+
+def test_agreement_is_nothing_to_tell() -> None:
+    assert merged([target("/a", 100, 5)] * 3) == ({Path("/a"): target("/a", 100, 5)}, [])
+
+
+@given(st.permutations([("on", 3), ("auto", 1), ("off", 2), ("auto", None)]))
+def test_order_does_not_matter(items: list[tuple[str, int | None]]) -> None:
+    chosen, _ = merged(target("/a", capacity, 0, mode) for mode, capacity in items)
+    assert chosen == {Path("/a"): target("/a", 1, 0, "off")}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["name", "location", "capacity_bytes", "reserve_bytes", "direct_io"]),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.sampled_from(["auto", "on", "/x", "x", "/x\0", ""]),
+            st.lists(st.none()),
+        ),
+    )
+)
+def test_whatever_is_published_is_read_without_an_error(facts: dict[str, Any]) -> None:
+    found = of_document({"target": facts})
+    if found is not None:
+        assert found.path.is_absolute()
+        assert found.reserve >= 0
+        assert found.capacity is None or found.capacity >= 0
+
+
+def test_links_lead_to_one_target(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    facts = {"name": "t", "capacity_bytes": 1, "reserve_bytes": 0, "direct_io": "auto"}
+    found = [
+        of_document({"target": {**facts, "location": str(tmp_path / name)}})
+        for name in ("real", "link")
+    ]
+    assert len(merged(item for item in found if item)[0]) == 1
+
+
+# --- the rhythm --------------------------------------------------------------------------------
+
+
+def test_passes_are_frequent_where_writers_are_filling_the_target() -> None:
+    idle = JanitorReport(capacity=100, used_before=10, used_after=10, free=1000)
+    busy = JanitorReport(capacity=100, used_before=10, used_after=10, free=1000, alive=1)
+    full = JanitorReport(capacity=100, used_before=90, used_after=90, free=1000, alive=1)
+    assert pause_after(idle, 10, 5, 0.95) == 20
+    assert pause_after(busy, 10, 5, 0.95) == 5
+    assert pause_after(full, 80, 5, 0.95) == 1
+    # The disk fills, whatever the capacity.
+    narrow = JanitorReport(used_before=90, used_after=90, free=20, reserve=10, alive=1)
+    assert pause_after(narrow, 80, 5, 0.95) == 1
+    # A pass that takes long leaves time for the engines.
+    slow = JanitorReport(capacity=100, used_before=90, used_after=90, free=1000, alive=1, seconds=1)
+    assert pause_after(slow, 80, 5, 0.95) == 10
+
+
+# --- one target that hangs ---------------------------------------------------------------------
+
+
+def test_dead_disk_holds_up_only_its_own_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, other = tmp_path / "dead", tmp_path / "other"
+    for root in (dead, other):
+        FilesystemTarget(root).probe()
+    answer = threading.Event()
+    run_once = janitor.Janitor.run_once
+
+    def run(self: janitor.Janitor) -> JanitorReport:
+        if self._root == dead:
+            answer.wait()
+        return run_once(self)
+
+    monkeypatch.setattr(janitor.Janitor, "run_once", run)
+    monkeypatch.setattr(caretaker, "HUNG_AFTER_S", 0.5)
+    monkeypatch.setattr(caretaker, "_QUIET_S", 0.01)
+    monkeypatch.setattr(caretaker, "_BUSY_S", 0.01)
+    stuck, well = Caretaker(target(str(dead), 1)), Caretaker(target(str(other), 1))
+    try:
+        until(lambda: stuck.describe()["stuck"], "notice")
+        before = well.facts().counters["janitor_passes"]
+        until(lambda: well.facts().counters["janitor_passes"] > before + 3, "passes")
+        assert not well.describe()["stuck"]
+        assert "has not answered" in stuck.facts().problem
+    finally:
+        answer.set()
+        until(lambda: stuck.facts().counters.get("janitor_passes"), "the pass")
+        for item in (stuck, well):
+            item.stop()
+            assert item.join(60)
+    assert not stuck.describe()["stuck"]
+
+
+def test_pass_that_fails_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FilesystemTarget(tmp_path / "kv").probe()
+    monkeypatch.setattr(caretaker, "_QUIET_S", 0.01)
+    run_once = janitor.Janitor.run_once
+    failures = iter(range(3))
+
+    def run(self: janitor.Janitor) -> JanitorReport:
+        if next(failures, None) is not None:
+            raise RuntimeError("no such thing")
+        return run_once(self)
+
+    monkeypatch.setattr(janitor.Janitor, "run_once", run)
+    item = Caretaker(target(str(tmp_path / "kv"), 1))
+    until(lambda: item.facts().counters.get("janitor_passes"), "a pass")
+    item.stop()
+    assert item.join(60)
+    assert item.facts().problem == ""
+    assert caplog.text.count("no such thing") == 1
+
+
+# --- a real agent ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with agent_home(tmp_path, monkeypatch) as home:
+        home.mkdir(mode=0o700)
+        yield home
+
+
+@pytest.fixture
+def start(home: Path) -> Iterator[Start]:
+    with engines(home) as start:
+        yield start
+
+
+def configure(home: Path, capacity: str) -> None:
+    temporary = home / "new.yaml"
+    temporary.write_text(
+        f"storage:\n  fallback_local: {{capacity_gb: {capacity}, min_free_gb: 0}}\n"
+        "telemetry: {prometheus: {port: 0}}\n"
+    )
+    os.replace(temporary, home / "lifeboat.yaml")
+
+
+def published(home: Path) -> dict[str, Any]:
+    """The document of the agent in the registry."""
+    for entry in processes(home):
+        if entry.role == "agent" and entry.alive:
+            return dict(entry.document)
+    return {}
+
+
+def looked_after(home: Path) -> dict[str, int | None]:
+    return {item["location"]: item["capacity_bytes"] for item in published(home).get("targets", [])}
+
+
+def test_it_follows_configuration_and_engines(home: Path, start: Start, tmp_path: Path) -> None:
+    configure(home, "16MiB")
+    first, second = start(), start()
+    first.ask("ensure")
+    running(home)
+    kv, other = str(home / "kv"), str(tmp_path / "other")
+    until(lambda: looked_after(home) == {kv: 16 * MIB}, "the configured target")
+    facts = {"name": "o", "location": other, "capacity_bytes": 7, "reserve_bytes": 0}
+    assert second.ask(f"target {json.dumps({**facts, 'direct_io': 'auto'})}")
+    until(lambda: looked_after(home) == {kv: 16 * MIB, other: 7}, "an engine's target")
+    # It makes no directory: that is for whoever stores.
+    assert not Path(other).exists()
+    configure(home, "8MiB")
+    until(lambda: looked_after(home) == {kv: 8 * MIB, other: 7}, "the new configuration")
+    # One that cannot be used changes nothing, and is told.
+    (home / "lifeboat.yaml").write_text("storage: {fallback_local: {capacity: 3}}\n")
+    until(lambda: "capacity" in published(home).get("reason", ""), "the problem")
+    assert looked_after(home) == {kv: 8 * MIB, other: 7}
+    assert any("capacity" in text for text in agent_status(home).document["problems"])
+    configure(home, "4MiB")
+    until(lambda: published(home).get("reason") == "", "the end of the problem")
+    second.end()
+    until(lambda: looked_after(home) == {kv: 4 * MIB}, "the end of the engine's target")
+
+
+def fill(root: Path, blocks: int, age: float, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Store blocks of 1 MiB some time ago."""
+    namespace = Namespace.from_identity({"engine": "test", "model": "small"})
+    now = clock.time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(clock.time, "time", lambda: now() - age)
+        store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=2)
+        try:
+            assert store.wait_recovered(60)
+            stored = StoreDriver(store, size=MIB).store(range(blocks))
+            assert stored == [Outcome.OK] * blocks
+        finally:
+            store.close()
+    return namespace
+
+
+def test_it_evicts_what_is_beyond_the_capacity(
+    home: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(home, "16MiB")
+    root = home / "kv"
+    namespace = fill(root, 40, 3600, monkeypatch)
+    assert FilesystemTarget(root).usage().used > 40 * MIB
+    start().ask("ensure")
+    running(home)
+
+    def evicted() -> float:
+        return sum(
+            float(group["values"].get("evicted_blocks", 0))
+            for group in published(home).get("counters", [])
+        )
+
+    until(lambda: evicted() >= 24, "eviction")
+    store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=2)
+    try:
+        assert store.wait_recovered(60)
+        driver = StoreDriver(store, size=MIB)
+        left = [number for number in range(40) if driver.lookup([number])[0].name == "HIT"]
+        assert 0 < len(left) <= 16
+        # What is said to be there is there, and right.
+        assert driver.load(left) == [Outcome.OK] * len(left)
+    finally:
+        store.close()
+    # Readers have had their time: the space is given back.
+    until(lambda: FilesystemTarget(root).usage().used <= 16 * MIB, "space")
