@@ -5,9 +5,11 @@
 Three servers are up at the same time on the same cores: LIFEBOAT_CACHE=1, vLLM's own
 fs tier, and no cache. Each round sends one new prompt of about 2,100 tokens to all of
 them, in another order each time: cold, the same again at once (while the cache still
-stores), and once more when all is quiet. The CPU time is that of the whole server for the
-first two, with all that it does behind its answers. The limit is the server without a
-cache.
+stores), and once more when all is quiet. Half of the rounds is measured after starting the
+servers in one order and half after starting them in the reverse, because the first one may
+get the better place on the machine; their pairs are pooled. The CPU time is that of the
+whole server for the first two, with all that it does behind its answers. The limit is the
+server without a cache.
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 
 from long_prompt import long_prompt
-from paired import LEAST_PAIRS, Report, compare, machine_use
 from several_servers import FS, OURS, PLAIN, Servers, cpu_seconds, wait_until_idle
 from vllm_server import VllmServer
+
+from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, machine_use
 
 _COLD = "cold, first token"
 _TOTAL = "cold, whole answer"
 _AGAIN = "repeat at once, first token"
 _LATER = "repeat later, first token"
 _CPU = "cold and repeat, CPU time"
+#: Rounds after each start that are thrown away.
+_WARM_UP = 2
+
 _METRICS = (_COLD, _TOTAL, _AGAIN, _LATER, _CPU)
 
 
@@ -49,7 +56,7 @@ def measure(
     return cold.prompt_tokens, later.cached_tokens
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dev.py bench vllm_overhead",
         description=__doc__,
@@ -59,7 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--days", type=int, default=25, help="length of a prompt, 86 tokens a day")
     parser.add_argument("--max-tokens", type=int, default=16, help="length of an answer")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
 
@@ -67,14 +74,23 @@ def main() -> None:
     machine_use("before")
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     orders = list(itertools.permutations((OURS, FS, PLAIN)))
+    servers = Servers("vllm_overhead")
+    seeds = itertools.count(100)
     tokens = cached = 0
-    with Servers("vllm_overhead").running((OURS, FS, PLAIN)) as up:
-        for turn in range(-2, arguments.rounds):  # the first two are thrown away
-            if turn == 0:
-                found.clear()
-            prompt = long_prompt(arguments.days, seed=100 + turn)
-            for who in orders[turn % len(orders)]:
-                tokens, cached = measure(up[who], prompt, arguments.max_tokens, found[who])
+    half = arguments.rounds // 2
+    for started, rounds in (
+        ((OURS, FS, PLAIN), arguments.rounds - half),
+        ((PLAIN, FS, OURS), half),
+    ):
+        with servers.running(started) as up:
+            for turn in range(-_WARM_UP, rounds):
+                prompt = long_prompt(arguments.days, seed=next(seeds))
+                for who in orders[turn % len(orders)]:
+                    taken: dict[str, list[float]] = defaultdict(list)
+                    tokens, cached = measure(up[who], prompt, arguments.max_tokens, taken)
+                    if turn >= 0:
+                        for metric, values in taken.items():
+                            found[who][metric] += values
     for metric in _METRICS:
         report.add(
             compare(

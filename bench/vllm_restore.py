@@ -4,7 +4,8 @@
 
 Two servers store the same prompts of about 2,100 tokens and are killed. Then three are
 up at the same time on the same cores, with empty GPU and CPU memory: ours, the fs tier,
-and one without a cache. Each round sends one of the prompts to all of them, in another
+and one without a cache; for half of the prompts they are started in the reverse order. Each
+round sends one of the prompts to all of them, in another
 order each time, its files dropped from the page cache. The limit is the same prompt
 once more on our server, which then finds it in its own memory.
 
@@ -18,16 +19,20 @@ import argparse
 import itertools
 import signal
 from collections import defaultdict
+from collections.abc import Sequence
 
 from long_prompt import long_prompt
-from page_cache import forget_pages
-from paired import LEAST_PAIRS, Report, compare, machine_use
 from several_servers import FS, OURS, PLAIN, Servers, wait_until_idle
+
+from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, forget_pages, machine_use
+
+#: Prompts after each start that are thrown away.
+_WARM_UP = 2
 
 _IN_MEMORY = "found in the server's own memory"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dev.py bench vllm_restore",
         description=__doc__,
@@ -41,15 +46,17 @@ def main() -> None:
         action="store_true",
         help="leave the fs tier at vLLM's default of one block a chunk, instead of 256 tokens",
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
 
     report = Report(arguments.json)
     machine_use("before")
     servers = Servers("vllm_restore", chunk_tokens=None if arguments.fs_default_chunk else 256)
-    # Two more to warm up with, which are not counted.
-    prompts = [long_prompt(arguments.days, seed=200 + n) for n in range(arguments.rounds + 2)]
+    # Some more to warm up with after each start, which are not counted.
+    prompts = [
+        long_prompt(arguments.days, seed=200 + n) for n in range(arguments.rounds + 2 * _WARM_UP)
+    ]
     for who in (OURS, FS):
         with servers.running((who,)) as up:
             for prompt in prompts:
@@ -61,21 +68,26 @@ def main() -> None:
     restored: dict[str, list[int]] = defaultdict(list)
     orders = list(itertools.permutations((OURS, FS, PLAIN)))
     tokens = 0
-    with servers.running((OURS, FS, PLAIN)) as up:
-        for turn, prompt in enumerate(prompts):
-            if turn == 2:
-                found.clear()
-                restored.clear()
-            for who in orders[turn % len(orders)]:
-                if who != PLAIN:
-                    forget_pages(servers.stored(who))
-                answer = up[who].complete(prompt, max_tokens=8)
-                wait_until_idle(up[who])
-                found[who].append(answer.first_token_s)
-                restored[who].append(answer.cached_tokens)
-                tokens = answer.prompt_tokens
-            found[_IN_MEMORY].append(up[OURS].complete(prompt, max_tokens=8).first_token_s)
-            wait_until_idle(up[OURS])
+    half = len(prompts) // 2
+    for started, part in (
+        ((OURS, FS, PLAIN), prompts[half:]),
+        ((PLAIN, FS, OURS), prompts[:half]),
+    ):
+        with servers.running(started) as up:
+            for turn, prompt in enumerate(part, start=-_WARM_UP):
+                for who in orders[turn % len(orders)]:
+                    if who != PLAIN:
+                        forget_pages(servers.stored(who))
+                    answer = up[who].complete(prompt, max_tokens=8)
+                    wait_until_idle(up[who])
+                    tokens = answer.prompt_tokens
+                    if turn >= 0:
+                        found[who].append(answer.first_token_s)
+                        restored[who].append(answer.cached_tokens)
+                again = up[OURS].complete(prompt, max_tokens=8).first_token_s
+                if turn >= 0:
+                    found[_IN_MEMORY].append(again)
+                wait_until_idle(up[OURS])
     for who in (OURS, FS):
         if min(restored[who]) < 0.8 * tokens:
             raise RuntimeError(

@@ -19,16 +19,17 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from devkit.places import dev_home
-from paired import LEAST_PAIRS, Report, compare, machine_use
 from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_tiering import Engine, offload_keys
+
+from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, machine_use
 
 _PEER = "vLLM's fs tier"
 _NOTHING = "a call that does nothing"
@@ -199,7 +200,7 @@ def measure(report: Report, root: Path, chunks: int, rounds: int, profile: bool)
         )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dev.py bench vllm_submit",
         description=__doc__,
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--chunks", nargs="+", type=int, default=[256, 2048])
     parser.add_argument("--profile", action="store_true", help="ours under cProfile instead")
     parser.add_argument("--root", type=Path, default=dev_home() / "bench" / "vllm_submit")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
     report = Report(arguments.json)

@@ -2,37 +2,34 @@
 
     python3 tools/dev.py bench vllm_tier
 
-Ours beside vLLM's own fs tier, beside the disk itself (vectored O_DIRECT of the same
-pieces, four threads) and a copy in memory. For each size of a chunk, 256 MiB as one
-prompt and as eight; the scheduler's thread asleep between steps, and counting in
-Python. Throughput, how soon lookups are answered, and what a tier costs the
+Ours beside vLLM's own fs tier, beside the medium itself (vectored reads and writes of
+the same pieces by as many threads as ours has, in a process of their own), the page
+cache and a copy in memory. For each size of a chunk, 256 MiB as one prompt and as eight;
+the scheduler's thread asleep between steps, and counting in Python; on disk, and in
+/dev/shm. Throughput, how soon lookups are answered, and what a tier costs the
 scheduler's thread.
 
-Needs about 2 GB of memory and 4 GB of disk, in .dev/bench unless --root
-names another place.
+With 256 MiB it needs about 2 GB of memory and 4 GB of the medium: .dev/bench unless
+--root names another place, or /dev/shm.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from devkit.places import dev_home
-from driven_tier import DrivenTier, MainThread
-from page_cache import forget_pages
-from paired import LEAST_PAIRS, Report, compare, machine_use
-from raw_disk import RawDisk
+from driven_tier import MainThread
+from raw_process import RawProcess
+from tiers import MEDIA, OURS, PEER, bench_directory, io_depth, our_tier, peer_tier
 from vllm_tiering import offload_keys
 
+from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, machine_use, rotated
+
 _SIZES = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20, "6MiB": 6 << 20}
-_PROMPTS = (1, 8)
-_PEER = "vLLM's fs tier"
-_DISK = "O_DIRECT"
+_MEDIUM = "the medium"
+_CACHED = "preadv from the page cache"
 _MEMORY = "memcpy"
 
 #: Chunks of the new prompt that is asked for: 128 Ki tokens at 256 tokens a chunk.
@@ -41,51 +38,16 @@ _NEW_CHUNKS = 512
 Samples = dict[str, dict[str, list[float]]]
 
 
-def ours(directory: Path, rows: int, row_bytes: int, main: MainThread) -> DrivenTier:
-    """Our tier, with a store of its own."""
-    directory.mkdir(parents=True)
-    config = directory / "lifeboat.yaml"
-    config.write_text(
-        f"storage: {{fallback_local: {{path: {directory / 'kv'}, min_free_gb: 1}}}}\n"
-    )
-    config.chmod(0o600)
-    tier = {
-        "type": "LifeboatTier",
-        "module_path": "lifeboat_cache.integrations.vllm_tier",
-        "config": str(config),
-    }
-    driven = DrivenTier(tier, directory, rows=rows, row_bytes=row_bytes, main=main)
-    store = driven.engine.tier.store
-    if store is None or not store.wait_recovered(30):
-        raise RuntimeError("our store did not open: see the log above")
-    return driven
-
-
-def peer(directory: Path, rows: int, row_bytes: int, main: MainThread) -> DrivenTier:
-    """VLLM's own filesystem tier, as it comes."""
-    tier = {"type": "fs", "root_dir": str(directory)}
-    return DrivenTier(tier, directory, rows=rows, row_bytes=row_bytes, main=main)
-
-
-def _rotated(things: list[Any], turn: int) -> list[Any]:
-    """The order of a round: everybody is first, last and in between equally often."""
-    at = turn % len(things)
-    order = things[at:] + things[:at]
-    return order if (turn // len(things)) % 2 == 0 else order[::-1]
-
-
-@contextmanager
-def _clean(directory: Path) -> Iterator[Path]:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def measure(
-    report: Report, root: Path, name: str, *, total: int, prompts: int, busy: bool, rounds: int
+    report: Report,
+    root: Path | None,
+    name: str,
+    *,
+    medium: str,
+    total: int,
+    prompts: int,
+    busy: bool,
+    rounds: int,
 ) -> None:
     """Measure one case and report it."""
     size = _SIZES[name]
@@ -95,16 +57,25 @@ def measure(
     main = MainThread(busy=busy)
     samples: Samples = defaultdict(lambda: defaultdict(list))
 
-    with _clean(root) as place:
+    with (
+        bench_directory("vllm_tier", medium, root) as place,
+        RawProcess(place / "raw", size=moved, block=size, depth=io_depth(place / "ours")) as raw,
+    ):
         # Our tier drops stores beyond half of the CPU tier's bytes: they would pin it.
         rows = 2 * chunks + 8
         tiers = {
-            "ours": ours(place / "ours", rows, size, main),
-            _PEER: peer(place / "fs", rows, size, main),
+            OURS: our_tier(place / "ours", rows, size, main),
+            PEER: peer_tier(place / "fs", rows, size, main),
         }
-        raw = RawDisk(place / "raw", size=moved, piece=size)
+        alone = 0.0
+
+        def keep(found: dict[str, list[float]], what: str, seconds: float) -> None:
+            found[f"{what}, throughput"].append(moved / seconds / 1e9)
+            if busy and found is not samples[_MEMORY]:
+                found[f"{what}, main thread keeps"].append(main.take_rate() / alone)
 
         def tier_round(who: str, seed: int) -> None:
+            nonlocal alone
             tier = tiers[who]
             keys = offload_keys(chunks, seed=seed)
             batch = [keys[at : at + per_prompt] for at in range(0, chunks, per_prompt)]
@@ -113,74 +84,77 @@ def measure(
 
             def note(what: str, seconds: float) -> None:
                 spent = tier.take_spent()
-                found[f"{what}, throughput"].append(moved / seconds / 1e9)
-                if busy:
-                    found[f"{what}, main thread keeps"].append(main.take_rate() / alone)
+                keep(found, what, seconds)
                 kind = "store" if what == "store" else "load"
                 submit = spent[f"submit_{kind}"] / chunks
                 found[f"{what}, submit per chunk"].append(submit * 1e6)
                 found[f"{what}, scheduler per chunk"].append(sum(spent.values()) / chunks * 1e6)
                 if kind == "load":
                     found[f"{what}, lookup per key"].append(spent["lookup"] / chunks * 1e6)
+                    found[f"{what}, answered at the first call"].append(tier.take_first_answers())
                     found[f"{what}, answered after"].append(tier.answered_s)
 
             tier.take_spent()
             note("store", tier.store(batch))
-            for what in ("load cold", "load again"):
-                if what == "load cold":
+            for what in ("cold load", "hot load"):
+                if what == "cold load":
                     tier.forget()
                 else:
                     tier.empty()
                 tier.take_spent()
+                tier.take_first_answers()
                 main.take_rate()
                 note(what, tier.load(batch))
             tier.empty()
             for path in tier.directory.rglob("*.bin"):
                 path.unlink()
 
-        def raw_round(who: str, _seed: int) -> None:
-            found = samples[who]
-            found["store, throughput"].append(moved / raw.write() / 1e9)
-            forget_pages(place / "raw")
-            found["load cold, throughput"].append(moved / raw.read() / 1e9)
-            found["load again, throughput"].append(moved / raw.read() / 1e9)
-
-        def copy_round(who: str, _seed: int) -> None:
-            rate = moved / raw.copy() / 1e9
-            for what in ("store", "load cold", "load again"):
-                samples[who][f"{what}, throughput"].append(rate)
+        def raw_round(_who: str, _seed: int) -> None:
+            nonlocal alone
+            alone = main.rate_alone()
+            for what, operation, who in (
+                ("store", "write", _MEDIUM),
+                ("cold load", "read", _MEDIUM),
+                ("hot load", "read_cached", _CACHED),
+                ("hot load", "copy", _MEMORY),
+            ):
+                keep(samples[who], what, raw.run(operation, main.rest))
 
         steps: list[tuple[str, Callable[[str, int], None]]] = [
-            ("ours", tier_round),
-            (_PEER, tier_round),
-            (_DISK, raw_round),
-            (_MEMORY, copy_round),
+            (OURS, tier_round),
+            (PEER, tier_round),
+            (_MEDIUM, raw_round),
         ]
         try:
             for turn in range(-1, rounds):  # the first round is thrown away
                 if turn == 0:
                     samples.clear()
-                for who, step in _rotated(steps, turn):
+                for who, step in rotated(steps, turn):
                     step(who, 1000 + turn)
         finally:
             for tier in tiers.values():
                 tier.shutdown()
-            raw.close()
+        way = "" if medium == "shm" else ", O_DIRECT" if raw.direct else ", buffered"
+        names = {_MEDIUM: f"preadv and pwritev{way}"}
 
-    case = f"{name}, {prompts} x {moved // prompts >> 20} MiB, main {'busy' if busy else 'idle'}"
-    for metric in samples["ours"]:
-        unit = _unit(metric)
-        limits: list[str | None] = [who for who in (_DISK, _MEMORY) if metric in samples[who]]
+    whole = f"{prompts} x {moved // prompts / (1 << 20):g} MiB"
+    case = f"{medium}, {name}, {whole}, main {'busy' if busy else 'idle'}"
+    for metric in samples[OURS]:
+        limits: list[str | None] = [
+            who for who in (_MEDIUM, _CACHED, _MEMORY) if metric in samples[who]
+        ]
         for limit in limits or [None]:
             report.add(
                 compare(
                     "vllm_tier",
                     case,
                     metric,
-                    unit,
-                    samples["ours"][metric],
-                    peer=(_PEER, samples[_PEER][metric]),
-                    limit=None if limit is None else (limit, samples[limit][metric]),
+                    _unit(metric),
+                    samples[OURS][metric],
+                    peer=(PEER, samples[PEER][metric]),
+                    limit=None
+                    if limit is None
+                    else (names.get(limit, limit), samples[limit][metric]),
                 )
             )
 
@@ -188,26 +162,26 @@ def measure(
 def _unit(metric: str) -> str:
     if metric.endswith("throughput"):
         return "GB/s"
-    if metric.endswith("keeps"):
+    if metric.endswith(("keeps", "first call")):
         return "share"
     return "s" if metric.endswith("after") else "us"
 
 
-def measure_new_prompts(report: Report, root: Path, *, rounds: int) -> None:
+def measure_new_prompts(report: Report, root: Path | None, *, rounds: int) -> None:
     """What a prompt costs of which nothing is stored, beside a store that holds much."""
     size = _SIZES["64KiB"]
     main = MainThread(busy=False)
-    samples: dict[str, list[float]] = {"ours": [], _PEER: []}
-    with _clean(root) as place:
+    samples: dict[str, list[float]] = {OURS: [], PEER: []}
+    with bench_directory("vllm_tier", "disk", root) as place:
         tiers = {
-            "ours": ours(place / "ours", 1024 + 8, size, main),
-            _PEER: peer(place / "fs", 1024 + 8, size, main),
+            OURS: our_tier(place / "ours", 1024 + 8, size, main),
+            PEER: peer_tier(place / "fs", 1024 + 8, size, main),
         }
         try:
             for tier in tiers.values():
                 tier.store([offload_keys(1024, seed=1)])
             for turn in range(-1, rounds):
-                for who in _rotated(list(tiers), turn):
+                for who in rotated(list(tiers), turn):
                     seconds = tiers[who].ask_for_nothing(offload_keys(_NEW_CHUNKS, seed=10 + turn))
                     if turn >= 0:
                         samples[who].append(seconds)
@@ -220,13 +194,13 @@ def measure_new_prompts(report: Report, root: Path, *, rounds: int) -> None:
             f"new prompt of {_NEW_CHUNKS} chunks",
             "scheduler per prompt",
             "us",
-            [value * 1e6 for value in samples["ours"]],
-            peer=(_PEER, [value * 1e6 for value in samples[_PEER]]),
+            [value * 1e6 for value in samples[OURS]],
+            peer=(PEER, [value * 1e6 for value in samples[PEER]]),
         )
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dev.py bench vllm_tier",
         description=__doc__,
@@ -234,27 +208,31 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sizes", nargs="+", choices=_SIZES, default=list(_SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=_SIZES, default=["64KiB", "256KiB", "2MiB"])
     parser.add_argument("--mib", type=int, default=256, help="bytes moved per operation, in MiB")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[1, 8], help="that share them")
     parser.add_argument("--main", nargs="+", choices=("idle", "busy"), default=("idle", "busy"))
-    parser.add_argument("--root", type=Path, default=dev_home() / "bench" / "vllm_tier")
-    arguments = parser.parse_args()
+    parser.add_argument("--media", nargs="+", choices=MEDIA, default=MEDIA)
+    parser.add_argument("--root", type=Path, help="where to put the files on disk")
+    arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
     report = Report(arguments.json)
     machine_use("before")
-    for name in arguments.sizes:
-        for prompts in _PROMPTS:
-            for mode in arguments.main:
-                measure(
-                    report,
-                    arguments.root,
-                    name,
-                    total=arguments.mib << 20,
-                    prompts=prompts,
-                    busy=mode == "busy",
-                    rounds=arguments.rounds,
-                )
+    for medium in arguments.media:
+        for name in arguments.sizes:
+            for prompts in arguments.prompts:
+                for mode in arguments.main:
+                    measure(
+                        report,
+                        arguments.root,
+                        name,
+                        medium=medium,
+                        total=arguments.mib << 20,
+                        prompts=prompts,
+                        busy=mode == "busy",
+                        rounds=arguments.rounds,
+                    )
     measure_new_prompts(report, arguments.root, rounds=arguments.rounds)
     machine_use("after")
     report.close()

@@ -5,7 +5,8 @@ import random
 import statistics
 
 import pytest
-from paired import LEAST_PAIRS, Report, compare, interval_ranks, median_ratio
+
+from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, interval_ranks, median_ratio
 
 
 @pytest.mark.parametrize(

@@ -14,27 +14,39 @@ def test_names_are_those_of_the_files() -> None:
 
 
 def test_a_small_run_measures_ours_beside_the_peer_and_the_limits(
-    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("vllm")
     # Nothing is set up here, and a benchmark that somebody runs is not waited for.
     here = SimpleNamespace(make=lambda: Path(sys.executable))
     monkeypatch.setattr(bench, "recipes", SimpleNamespace(vllm=lambda: here))
-    monkeypatch.setattr(bench, "make_model", lambda: model)
+    monkeypatch.setattr(bench, "make_model", lambda: tmp_path)
     monkeypatch.setattr(bench, "dev_home", lambda: tmp_path)
-    options = ["--json", "--sizes", "64KiB", "--mib", "1", "--rounds", "7"]
+    options = ["--json", "--sizes", "64KiB", "--mib", "1", "--rounds", "7", "--prompts", "1"]
     code = bench.run_bench("vllm_tier", [*options, "--root", str(tmp_path / "root")])
     out, err = capfd.readouterr()
     assert code == 0, err
     rows = [json.loads(line) for line in out.splitlines()]
     throughput = [row for row in rows if row["metric"].endswith("throughput")]
-    assert {row["limit_name"] for row in throughput} == {"O_DIRECT", "memcpy"}
-    for metric in ("store", "load cold", "load again"):
-        assert len([row for row in throughput if row["metric"].startswith(metric)]) == 8
+    limits = {(row["case"].split(", ")[0], row["limit_name"]) for row in throughput}
+    assert len(limits) == 6
+    assert ("shm", "preadv and pwritev") in limits
+    assert ("disk", "preadv from the page cache") in limits
+    assert ("disk", "memcpy") in limits
+    for metric in ("store", "cold load", "hot load"):
+        # On both media, with the main thread idle and busy.
+        found = [row for row in throughput if row["metric"].startswith(metric)]
+        assert len(found) == (8 if metric == "hot load" else 4)
     for row in rows:
         assert row["peer_name"] == "vLLM's fs tier"
-        low, high = row["interval"]["ratio_peer"]
-        assert 0 < low <= row["ratio_peer"] <= high
+        if row["peer"]:
+            low, high = row["interval"]["ratio_peer"]
+            assert 0 < low <= row["ratio_peer"] <= high
     kept = [row for row in rows if row["metric"].endswith("keeps")]
-    assert len(kept) == 6  # where the main thread is busy
+    assert {row["metric"] for row in kept} == {
+        f"{what}, main thread keeps" for what in ("store", "cold load", "hot load")
+    }
     assert {row["case"].split(", ")[-1] for row in kept} == {"main busy"}
-    assert not (tmp_path / "root").exists()
+    first = [row for row in rows if row["metric"].endswith("answered at the first call")]
+    assert [row["ours"] for row in first] == [1.0] * 8
+    assert not list((tmp_path / "root").iterdir())

@@ -11,20 +11,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from page_cache import forget_pages
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm_tiering import Engine
 
-__all__ = ["DrivenTier", "MainThread"]
+from lifeboat_cache.bench import forget_pages
+
+__all__ = ["DrivenTier", "MainThread", "Rests"]
 
 _STEP_END = ScheduleEndContext([], [])
 
 #: Methods of a tier that run on the scheduler's thread.
 _WATCHED = (
-    "lookup",
     "submit_store",
     "submit_load",
     "get_finished_jobs",
@@ -36,6 +36,13 @@ _STEPS_AFTER_RESET = 20
 
 #: No operation here takes so long; one that does hangs.
 _PATIENCE_S = 120.0
+
+
+class Rests(Protocol):
+    """Passes the time between two steps of the engine."""
+
+    def rest(self) -> None:
+        """Pass the time until the next step."""
 
 
 class MainThread:
@@ -98,8 +105,6 @@ class DrivenTier:
 
     Attributes
     ----------
-    spent
-        Seconds in the tier's methods, by name, since :meth:`take_spent`.
     answered_s
         Seconds of the last load until every lookup had its answer.
     """
@@ -111,16 +116,19 @@ class DrivenTier:
         *,
         rows: int,
         row_bytes: int,
-        main: MainThread,
+        main: Rests,
     ) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._main = main
         self.engine = Engine(tier, rows=rows, row_bytes=row_bytes)
-        self.spent: defaultdict[str, float] = defaultdict(float)
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._first: dict[bytes, bool] = {}
         self.answered_s = 0.0
+        watched: Any = self.engine.tier
         for name in _WATCHED:
-            setattr(self.engine.tier, name, self._timed(name, getattr(self.engine.tier, name)))
+            setattr(watched, name, self._timed(name, getattr(watched, name)))
+        watched.lookup = self._watched_lookup(watched.lookup)
         table = self.engine.table()
         noise = np.random.default_rng(7).integers(0, 255, row_bytes, dtype=np.uint8)
         for row in range(rows):
@@ -134,14 +142,29 @@ class DrivenTier:
             try:
                 return method(*args, **kwargs)
             finally:
-                self.spent[name] += time.perf_counter() - begin
+                self._spent[name] += time.perf_counter() - begin
 
         return timed
 
+    def _watched_lookup(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def lookup(key: bytes, *args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            answer = method(key, *args, **kwargs)
+            self._spent["lookup"] += time.perf_counter() - begin
+            self._first.setdefault(bytes(key), answer is not LookupResult.RETRY)
+            return answer
+
+        return lookup
+
     def take_spent(self) -> dict[str, float]:
         """Seconds in the tier's methods since the last call."""
-        spent, self.spent = self.spent, defaultdict(float)
+        spent, self._spent = self._spent, defaultdict(float)
         return spent
+
+    def take_first_answers(self) -> float:
+        """Share of the keys asked for since the last call whose first answer was a final one."""
+        first, self._first = self._first, {}
+        return sum(first.values()) / max(1, len(first))
 
     def _finish(self) -> None:
         end = time.monotonic() + _PATIENCE_S
@@ -153,45 +176,72 @@ class DrivenTier:
 
     def store(self, prompts: Sequence[Sequence[bytes]]) -> float:
         """Seconds from the moment when prompts are in the CPU tier until they are stored."""
-        manager = self.engine.manager
-        prepared = []
-        for keys in prompts:
-            context = self.engine.request(keys)
-            out = manager.prepare_store(list(keys), context)
-            assert out is not None, "the CPU tier has no room"
-            assert len(out.keys_to_store) == len(keys), "some keys are in the CPU tier already"
-            prepared.append((out.keys_to_store, context))
+        prepared = self._prepare(prompts)
         begin = time.perf_counter()
-        for keys, context in prepared:
-            manager.complete_store(keys, context)
-            manager.on_request_finished(context)
+        self._complete(prepared)
         self._finish()
         return time.perf_counter() - begin
 
     def load(self, prompts: Sequence[Sequence[bytes]]) -> float:
         """Seconds from the first lookup until all prompts are in the CPU tier."""
-        manager = self.engine.manager
         requests = [(keys, self.engine.request(keys)) for keys in prompts]
         begin = time.perf_counter()
+        self._fetch(requests, begin)
+        self._finish()
+        seconds = time.perf_counter() - begin
+        self._check(requests)
+        return seconds
+
+    def both(self, stored: Sequence[Sequence[bytes]], computed: Sequence[Sequence[bytes]]) -> float:
+        """Seconds to load prompts and to store others, begun at the same moment."""
+        prepared = self._prepare(computed)
+        requests = [(keys, self.engine.request(keys)) for keys in stored]
+        begin = time.perf_counter()
+        self._complete(prepared)
+        self._fetch(requests, begin)
+        self._finish()
+        seconds = time.perf_counter() - begin
+        self._check(requests)
+        return seconds
+
+    def _prepare(self, prompts: Sequence[Sequence[bytes]]) -> list[tuple[Any, Any]]:
+        """Take rows of the CPU tier for prompts that are computed."""
+        prepared = []
+        for keys in prompts:
+            context = self.engine.request(keys)
+            out = self.engine.manager.prepare_store(list(keys), context)
+            assert out is not None, "the CPU tier has no room"
+            assert len(out.keys_to_store) == len(keys), "some keys are in the CPU tier already"
+            prepared.append((out.keys_to_store, context))
+        return prepared
+
+    def _complete(self, prepared: Sequence[tuple[Any, Any]]) -> None:
+        """Say that the prompts are in the CPU tier: the tier stores them."""
+        for keys, context in prepared:
+            self.engine.manager.complete_store(keys, context)
+            self.engine.manager.on_request_finished(context)
+
+    def _fetch(self, requests: Sequence[tuple[Sequence[bytes], Any]], begin: float) -> None:
+        """Ask for prompts until all answers are final: the tier loads them."""
         end = time.monotonic() + _PATIENCE_S
-        asking = requests
+        asking = list(requests)
         while asking:
             asking = [pair for pair in asking if not self._ask(*pair)]
-            manager.on_schedule_end(_STEP_END)
+            self.engine.manager.on_schedule_end(_STEP_END)
             if asking:
                 if time.monotonic() > end:
                     raise TimeoutError("lookups have no answer")
                 self._main.rest()
             else:
                 self.answered_s = time.perf_counter() - begin
-        self._finish()
-        seconds = time.perf_counter() - begin
+
+    def _check(self, requests: Sequence[tuple[Sequence[bytes], Any]]) -> None:
+        """Only what has arrived counts."""
         for keys, context in requests:
             for key in keys:
-                # Only what has arrived counts.
-                assert manager.lookup(key, context) is LookupResult.HIT, "a chunk was not loaded"
-            manager.on_request_finished(context)
-        return seconds
+                answer = self.engine.manager.lookup(key, context)
+                assert answer is LookupResult.HIT, "a chunk was not loaded"
+            self.engine.manager.on_request_finished(context)
 
     def _ask(self, keys: Sequence[bytes], context: Any) -> bool:
         """Scan a prompt as the scheduler does; whether all answers are final."""

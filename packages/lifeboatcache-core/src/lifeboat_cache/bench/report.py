@@ -32,7 +32,8 @@ class Row:
     peer_name, limit_name
         Who the peer is, and what nothing of this kind can beat.
     ratio_peer, ratio_limit
-        Medians of ours / peer and ours / limit within the rounds.
+        Medians of ours / peer and ours / limit within the rounds; ``None`` where there is
+        nothing to compare with, or a zero.
     interval
         95% interval of each of these medians, by its name; empty if there were fewer
         rounds than :data:`~lifeboat_cache.bench.pairs.LEAST_PAIRS`.
@@ -76,7 +77,7 @@ def compare(
     ratios: dict[str, float | None] = {"ratio_peer": None, "ratio_limit": None}
     interval = {}
     for name, others in (("ratio_peer", peer), ("ratio_limit", limit)):
-        if others is None:
+        if others is None or not all(others[1]):
             continue
         if len(ours) < LEAST_PAIRS:
             ratios[name] = _round(

@@ -1,0 +1,77 @@
+"""Our tier and vLLM's own, set up for a benchmark without an engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from devkit.places import dev_home
+from driven_tier import DrivenTier, Rests
+
+from lifeboat_cache.config import load_config
+
+__all__ = ["MEDIA", "OURS", "PEER", "bench_directory", "io_depth", "our_tier", "peer_tier"]
+
+OURS = "ours"
+PEER = "vLLM's fs tier"
+
+#: Where files go: on the disk of the checkout, or in a memory-backed filesystem.
+MEDIA = ("disk", "shm")
+
+
+@contextmanager
+def bench_directory(name: str, medium: str, root: Path | None = None) -> Iterator[Path]:
+    """An empty directory on a medium, which is removed in the end.
+
+    Parameters
+    ----------
+    name
+        Of the benchmark.
+    medium
+        One of :data:`MEDIA`.
+    root
+        A directory to use instead of the usual one for ``disk``.
+    """
+    usual = Path("/dev/shm/lifeboat_bench") if medium == "shm" else root or dev_home() / "bench"
+    directory = usual / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _config(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "lifeboat.yaml"
+    path.write_text(f"storage: {{fallback_local: {{path: {directory / 'kv'}, min_free_gb: 1}}}}\n")
+    path.chmod(0o600)
+    return path
+
+
+def io_depth(directory: Path) -> int:
+    """Threads of our store as it comes: the depth of the limits beside it."""
+    return load_config(_config(directory)).config.engine.io_workers
+
+
+def our_tier(directory: Path, rows: int, row_bytes: int, main: Rests) -> DrivenTier:
+    """Our tier, with a store of its own."""
+    tier = {
+        "type": "LifeboatTier",
+        "module_path": "lifeboat_cache.integrations.vllm_tier",
+        "config": str(_config(directory)),
+    }
+    driven = DrivenTier(tier, directory, rows=rows, row_bytes=row_bytes, main=main)
+    store = driven.engine.tier.store
+    if store is None or not store.wait_recovered(30):
+        raise RuntimeError("our store did not open: see the log above")
+    return driven
+
+
+def peer_tier(directory: Path, rows: int, row_bytes: int, main: Rests) -> DrivenTier:
+    """VLLM's own filesystem tier, as it comes."""
+    tier = {"type": "fs", "root_dir": str(directory)}
+    return DrivenTier(tier, directory, rows=rows, row_bytes=row_bytes, main=main)

@@ -1,0 +1,178 @@
+"""Every benchmark prints the same JSON lines; here with tiny sizes, or without engines."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny_llama
+from vllm_server import Completion
+
+ROOT = Path(__file__).parents[1]
+BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
+
+NAMES = {"bench", "case", "metric", "unit", "peer_name", "limit_name"}
+NUMBERS = {"ours", "peer", "limit", "ratio_peer", "ratio_limit"}
+UNITS = {"s", "us", "GB/s", "share"}
+
+Rows = list[dict[str, Any]]
+
+
+def bench(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark as a module, which does not wait to see how busy the machine is."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "machine_use", lambda _: 0.0)
+    return module
+
+
+def rows(
+    module: ModuleType, name: str, capsys: pytest.CaptureFixture[str], *options: str | Path
+) -> Rows:
+    capsys.readouterr()
+    module.main(["--json", *map(str, options)])
+    # vLLM in this process may have said something, too.
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in lines]
+    assert found
+    for row in found:
+        conforms(row)
+        assert row["bench"] == name
+    assert len({(row["case"], row["metric"], row["limit_name"]) for row in found}) >= len(found) / 2
+    return found
+
+
+def conforms(row: dict[str, Any]) -> None:
+    assert row.keys() == NAMES | NUMBERS | {"interval"}
+    assert all(isinstance(row[name], str) for name in ("bench", "case", "metric"))
+    assert row["unit"] in UNITS
+    assert isinstance(row["ours"], (int, float))
+    for other in ("peer", "limit"):
+        assert (row[other] is None) == (row[f"{other}_name"] is None)
+        ratio = row[f"ratio_{other}"]
+        if row[other]:
+            low, high = row["interval"][f"ratio_{other}"]
+            assert low <= ratio <= high
+        else:
+            assert ratio is None
+            assert f"ratio_{other}" not in row["interval"]
+
+
+def test_all_benchmarks_are_here() -> None:
+    text = Path(__file__).read_text() + (ROOT / "tests/test_bench_tier.py").read_text()
+    for name in BENCHES:
+        assert f'"{name}"' in text, f"nothing looks at the lines of bench/{name}.py"
+
+
+def test_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    module = bench("stall", monkeypatch)
+    options = ("--sizes", "64KiB", "--mib", "1", "--rounds", "7", "--root", tmp_path)
+    found = rows(module, "stall", capsys, *options)
+    assert {row["metric"] for row in found} >= {
+        "lost per piece, p99", "lost per piece, p99.9", "lost per GB moved",
+    }  # fmt: skip
+    for row in found:
+        assert row["peer_name"] == "vLLM's fs tier"
+        assert row["limit_name"] == "the same bytes moved by another process"
+    assert not list(tmp_path.iterdir())
+
+
+def test_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    module = bench("vllm_submit", monkeypatch)
+    rows(module, "vllm_submit", capsys, "--chunks", "8", "--rounds", "7", "--root", tmp_path)
+
+
+def test_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llama.write(tmp_path)
+    module = bench("bench_identity", monkeypatch)
+    found = rows(module, "bench_identity", capsys, tmp_path, "--rounds", "7")
+    assert [row["metric"] for row in found] == [
+        "cold", "warm", "cold beside a busy thread", "the busy thread keeps",
+    ]  # fmt: skip
+    assert found[0]["limit_name"] == "reading as many bytes"
+
+
+class PretendedServer:
+    """Answers as a server whose store outlives it, or as one without."""
+
+    def __init__(self, stored: set[str] | None) -> None:
+        self.known = set() if stored is None else stored
+
+    def complete(self, prompt: str, max_tokens: int) -> Completion:
+        cached = 2048 if prompt in self.known else 0
+        self.known.add(prompt)
+        return Completion("text", 0.1 if cached else 0.5, 1.0, 2100, cached)
+
+    def stop(self, _signal: int) -> None:
+        """As a server that is killed: nothing is written."""
+
+
+class PretendedServers:
+    """Stands for ``several_servers.Servers``."""
+
+    started: list[tuple[str, ...]]
+    directory = Path("nowhere")
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.stores: dict[str, set[str]] = {}
+        type(self).started = []
+
+    @contextmanager
+    def running(self, names: Sequence[str]) -> Iterator[dict[str, PretendedServer]]:
+        self.started.append(tuple(names))
+        yield {
+            who: PretendedServer(None if who == "no cache" else self.stores.setdefault(who, set()))
+            for who in names
+        }
+
+    def stored(self, _who: str) -> Path:
+        return self.directory
+
+
+def without_engines(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Servers", PretendedServers)
+    monkeypatch.setattr(module, "wait_until_idle", lambda _: None)
+    if hasattr(module, "cpu_seconds"):
+        clock = iter(range(1_000_000))
+        monkeypatch.setattr(module, "cpu_seconds", lambda _: float(next(clock)))
+
+
+def test_overhead_starts_the_servers_in_both_orders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = bench("vllm_overhead", monkeypatch)
+    without_engines(module, monkeypatch)
+    found = rows(module, "vllm_overhead", capsys, "--rounds", "8", "--days", "2")
+    first, second = PretendedServers.started
+    assert first == second[::-1]
+    assert {row["limit_name"] for row in found} == {"no cache"}
+    assert [row["ratio_limit"] for row in found] == [1.0] * 5
+
+
+def test_restore_starts_the_servers_in_both_orders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = bench("vllm_restore", monkeypatch)
+    without_engines(module, monkeypatch)
+    found = rows(module, "vllm_restore", capsys, "--rounds", "8", "--days", "2")
+    *_, first, second = PretendedServers.started
+    assert first == second[::-1]
+    assert [row["peer_name"] for row in found] == ["vLLM's fs tier", "computed again"]
+    assert [row["ratio_peer"] for row in found] == [1.0, 0.2]
