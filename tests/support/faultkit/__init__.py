@@ -1,0 +1,1 @@
+"""Real faults for tests: disks that fill, fail and hang, processes that are killed."""
