@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from lifeboat_cache.config import Config
 from lifeboat_cache.errors import StoreClosedError
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
+from lifeboat_cache.store import block_store
 from lifeboat_cache.store.block_store import BlockStore, State
+from lifeboat_cache.store.opening import open_block_store
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import new_writer_id, writer_alive
 from lifeboat_cache.testing import StoreDriver
@@ -64,6 +67,51 @@ def test_reader_follows_a_living_writer(
     assert driver.delete([3]) == [True]
     until(lambda: reader.ask("lookup", range(6)), ["HIT"] * 3 + ["MISS"] + ["HIT"] * 2)
     assert reader.ask("bad") == 0
+
+
+def test_a_store_that_does_not_share_finds_what_was_there_and_what_it_stores(
+    open_driver: Open,
+    start_process: Start,
+    root: Path,
+    namespace: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_store, "_TAIL_S", 0.02)
+    writer = start_process()
+    assert writer.ask("store", range(3)) == ["OK"] * 3
+    sharing = open_driver()
+    alone = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1, shared_lookup=False)
+    try:
+        assert alone.wait_recovered(60)
+        driver = StoreDriver(alone)
+        # Stored one after the other: when the second is found, others have looked twice.
+        for number in (3, 4):
+            assert writer.ask("store", [number]) == ["OK"]
+            until(lambda n=number: sharing.lookup([n]), [Lookup.HIT])  # type: ignore[misc]
+        time.sleep(0.1)
+        assert driver.lookup(range(5)) == [Lookup.HIT] * 3 + [Lookup.MISS] * 2
+        assert driver.store([3, 7]) == [OK] * 2
+        assert driver.lookup([3, 7]) == [Lookup.HIT] * 2
+        until(lambda: writer.ask("lookup", [7]), ["HIT"])
+    finally:
+        alone.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_configuration_says_whether_to_share(
+    tmp_path: Path, namespace: Namespace, shared: bool
+) -> None:
+    config = Config.model_validate(
+        {
+            "storage": {
+                "shared_lookup": shared,
+                "fallback_local": {"path": str(tmp_path / "kv"), "min_free_gb": 0},
+            }
+        }
+    )
+    store = open_block_store(config, namespace)
+    assert store._shared_lookup is shared
+    store.close()
 
 
 def test_two_processes_store_the_same_keys_at_once(open_driver: Open, start_process: Start) -> None:

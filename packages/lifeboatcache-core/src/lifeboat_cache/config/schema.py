@@ -293,6 +293,12 @@ class Storage(Section):
         Key(allowed="a list of tiers", example="[]"),
     ] = Field(default=(), description="The tiers, the preferred one first.")
     fallback_local: FallbackLocal
+    shared_lookup: _Switch = Field(
+        default=True,
+        description="Find also what other processes store in the same directory while this one "
+        "runs, within seconds; data-parallel ranks share their blocks in this way. Off: only what "
+        "was there at the start of a process, and what it stores itself.",
+    )
 
     @property
     def places(self) -> tuple[Tier, ...]:

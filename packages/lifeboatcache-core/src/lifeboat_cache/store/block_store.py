@@ -94,6 +94,9 @@ class BlockStore:
         I/O threads.
     pending_bytes
         Stores beyond so many queued bytes are dropped as ``BUSY``.
+    shared_lookup
+        Whether to find what other processes store while this store is open, not only
+        what was there when it was opened.
     """
 
     def __init__(
@@ -103,8 +106,10 @@ class BlockStore:
         *,
         io_workers: int = 8,
         pending_bytes: int = DEFAULT_PENDING_BYTES,
+        shared_lookup: bool = True,
     ) -> None:
         self._find_namespace = namespace
+        self._shared_lookup = shared_lookup
         self._targets = list(targets)
         self._index = Index()
         self._counters = Counters()
@@ -673,7 +678,8 @@ class BlockStore:
             self._recovered.set()
             flushed = time.monotonic()
             while not self._stop.wait(_TAIL_S):
-                self._follow(recovering=False)
+                if self._shared_lookup:
+                    self._follow(recovering=False)
                 if time.monotonic() - flushed > _ACCESS_S:
                     flushed = time.monotonic()
                     self._flush_accesses()

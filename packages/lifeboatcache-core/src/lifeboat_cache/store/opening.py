@@ -40,4 +40,5 @@ def open_block_store(
         configured_targets(config),
         io_workers=config.engine.io_workers,
         pending_bytes=pending_bytes,
+        shared_lookup=config.storage.shared_lookup,
     )
