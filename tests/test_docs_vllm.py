@@ -17,6 +17,7 @@ from lifeboat_cache.integrations.vllm_memory import size_cpu_tier
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_versions import TESTED
 from lifeboat_cache.interface import Outcome
+from lifeboat_cache.registry import metrics as node_metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 VLLM = (DOCS / "vllm.md").read_text()
@@ -58,9 +59,12 @@ def test_every_metric_is_in_the_table_as_it_is_defined() -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_no_page_names_a_metric_that_is_not_there(page: Path) -> None:
-    counters = TierMetrics.definitions()
+    known = {
+        *TierMetrics.definitions(),
+        *(info.name.removesuffix("_total") for info in node_metrics.METRICS),
+    }
     for name in re.findall(r"\blifeboat_(?!cache|entry|vllm|test)\w+", page.read_text()):
-        assert name.removesuffix("_total") in counters or name == "lifeboat_", name
+        assert name.removesuffix("_total") in known or name in ("lifeboat_", "lifeboat_node_"), name
 
 
 def test_every_outcome_is_explained() -> None:

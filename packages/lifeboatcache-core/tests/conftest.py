@@ -181,6 +181,52 @@ def start_process(root: Path) -> Iterator[Callable[..., DrivenStore]]:
         driven.kill()
 
 
+class RegistryProcess:
+    """A process that uses the registry of a home directory; see its program."""
+
+    def __init__(self, mode: str, home: Path) -> None:
+        program = Path(__file__).parent / "children" / "registry_process.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), mode, str(home)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process died with {self.process.wait()}"
+        return line.strip()
+
+    def ask(self, line: object) -> str:
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+        return self.hear()
+
+    def kill(self) -> None:
+        """As the out-of-memory killer does."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_registry_process() -> Iterator[Callable[[str, Path], RegistryProcess]]:
+    """Starts processes that use the registry of a home directory; kills them at the end."""
+    started: list[RegistryProcess] = []
+
+    def start(mode: str, home: Path) -> RegistryProcess:
+        started.append(RegistryProcess(mode, home))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 4 MiB."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +24,7 @@ from lifeboat_cache.registry.host import this_process
 # Of the package, that name is the function.
 processes_module = importlib.import_module("lifeboat_cache.registry.processes")
 
-CHILD = Path(__file__).parent / "children" / "registry_process.py"
-
-
-class Child:
-    """A process that uses the registry."""
-
-    def __init__(self, mode: str, home: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), mode, str(home)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def hear(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"it died with {self.process.wait()}"
-        return line.strip()
-
-    def ask(self, line: object) -> str:
-        assert self.process.stdin is not None
-        print(line, file=self.process.stdin, flush=True)
-        return self.hear()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
-
-
-Start = Callable[..., Child]
+Start = Callable[..., Any]
 
 
 @pytest.fixture
@@ -66,17 +33,8 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(home: Path) -> Iterator[Start]:
-    started: list[Child] = []
-
-    def make(mode: str = "publish") -> Child:
-        started.append(Child(mode, home))
-        return started[-1]
-
-    yield make
-    for child in started:
-        if child.process.returncode is None:
-            child.kill()
+def start(home: Path, start_registry_process: Callable[[str, Path], Any]) -> Start:
+    return lambda mode="publish": start_registry_process(mode, home)
 
 
 def counted(number: float, **labels: str) -> dict[str, Any]:
@@ -505,8 +463,6 @@ def test_totals_never_fall_while_processes_come_and_go(home: Path, start: Start)
             watcher.join()
     assert faults == []
     assert seen > 10
-    for child in [child for child in [folder] if child.process.poll() is None]:
-        child.kill()
     fold(home)
     assert total(home) == expected
 
