@@ -13,9 +13,15 @@ import lifeboat_cache.doctor.targets as doctor_targets
 from lifeboat_cache.cli.main import main
 from lifeboat_cache.config import Tier, load_config
 from lifeboat_cache.doctor import Check, DoctorContext, Fix, run_checks
-from lifeboat_cache.doctor.installation import check_config, check_home, check_versions
+from lifeboat_cache.doctor.installation import (
+    check_config,
+    check_home,
+    check_kernels,
+    check_versions,
+)
 from lifeboat_cache.doctor.mounts import Mount, kind_of, mount_of
 from lifeboat_cache.doctor.targets import check_targets
+from lifeboat_cache.kernels import cache
 
 MOUNTINFO = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
@@ -323,6 +329,41 @@ def test_a_salt_that_others_can_read(tmp_path: Path) -> None:
     assert len(list(check_config(context("engine: {}", file)))) == 1
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_the_integrity_key(tmp_path: Path, mode: int) -> None:
+    key = tmp_path / "integrity.key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(mode)
+    config = tmp_path / "x.yaml"
+    loaded = context(f"security: {{integrity_key: {key}}}\n", config)
+    _, check, *_ = check_config(loaded)
+    assert check.name == "configuration: integrity key"
+    if mode == 0o600:
+        assert check.status == "ok"
+        assert str(key) in check.summary
+    else:
+        assert (check.status, check.remedy) == ("fail", f"chmod 600 {key}")
+    key.unlink()
+    _, check, *_ = check_config(loaded)
+    assert check.status == "fail"
+    assert "cannot be read" in check.summary
+
+
+def test_kernels(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_kernels(context()).status == "ok"
+    assert "not compiled" in check_kernels(context()).summary
+    with cache.new_set(cache.directory(home)):
+        pass
+    assert check_kernels(context()).summary.startswith("compiled")
+    (cache.directory(home) / cache.MARKER).write_text("{}")
+    check = check_kernels(context())
+    assert (check.status, check.remedy.split(".")[0]) == ("warn", "Remove it")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    check = check_kernels(context())
+    assert check.status == "warn"
+    assert check.remedy.startswith("Unset it")
+
+
 def test_the_home_directory(home: Path) -> None:
     found = context()
     assert check_home(found).status == "ok"
@@ -463,6 +504,7 @@ def test_the_whole_doctor_on_this_machine(
         "versions",
         "configuration",
         "home directory",
+        "kernels",
         "target fallback_local: writable",
         "target fallback_local: free space",
         "target fallback_local: direct I/O",
@@ -475,7 +517,9 @@ def test_every_check_is_in_the_troubleshooting_page() -> None:
     page = (Path(__file__).parents[3] / "docs/troubleshooting.md").read_text(encoding="utf-8")
     for name in (
         "configuration: private",
+        "configuration: integrity key",
         "home directory",
+        "kernels",
         "writable",
         "free space",
         "direct I/O",

@@ -10,10 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lifeboat_cache.config import Config
 from lifeboat_cache.doctor.check import Check, DoctorContext
+from lifeboat_cache.errors import ConfigError
+from lifeboat_cache.integrity import configured_integrity_key
+from lifeboat_cache.kernels import cache
 from lifeboat_cache.version import __version__
 
-__all__ = ["check_config", "check_home", "check_versions"]
+__all__ = ["check_config", "check_home", "check_kernels", "check_versions"]
 
 _CORE = "lifeboatcache-core"
 
@@ -58,6 +62,7 @@ def check_config(context: DoctorContext) -> Iterator[Check]:
         loaded.source,
         details=tuple(str(path) for path in loaded.files),
     )
+    yield from _check_integrity_key(loaded.config)
     origin = loaded.origins.get("security.namespace_salt", "")
     file = Path(origin.rpartition(":")[0])
     if file not in loaded.files:
@@ -72,6 +77,37 @@ def check_config(context: DoctorContext) -> Iterator[Check]:
         )
     else:
         yield Check("configuration: private", "ok", f"{file} has the mode {mode:04o}")
+
+
+def _check_integrity_key(config: Config) -> Iterator[Check]:
+    name = "configuration: integrity key"
+    try:
+        key = configured_integrity_key(config)
+    except ConfigError as error:
+        summary, _, remedy = str(error).rpartition(": run: ")
+        yield Check(name, "fail", summary or str(error), remedy or "Correct it, or leave it out.")
+        return
+    if key is not None:
+        yield Check(name, "ok", f"{config.security.integrity_key} holds the key {key.id}")
+
+
+def check_kernels(context: DoctorContext) -> Check:
+    """Check that compiled kernels can be used, or compiled, with this Python."""
+    name = "kernels"
+    if context.loaded is None:
+        return Check(name, "skip", "the configuration is not valid")
+    try:
+        cache.require_jit()
+        place = cache.directory(context.loaded.home)
+        if not place.exists():
+            when = "the agent compiles them when an engine starts"
+            return Check(name, "ok", f"not compiled for this machine and release yet; {when}")
+        cache.verify(place)
+    except cache.UnusableError as error:
+        summary, _, remedy = str(error).rpartition("; ")
+        remedy = f"{remedy[:1].upper()}{remedy[1:]}. Until then plain Python serves, slower."
+        return Check(name, "warn", summary, remedy)
+    return Check(name, "ok", f"compiled for this machine and release ({place})")
 
 
 def check_home(context: DoctorContext) -> Check:

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from lifeboat_cache.doctor.check import Check, DoctorContext
-from lifeboat_cache.doctor.installation import check_config, check_home, check_versions
+from lifeboat_cache.doctor.installation import (
+    check_config,
+    check_home,
+    check_kernels,
+    check_versions,
+)
 from lifeboat_cache.doctor.shared_memory import check_shared_memory
 from lifeboat_cache.doctor.targets import check_targets
 
@@ -25,6 +30,7 @@ def run_checks(context: DoctorContext) -> list[Check]:
         ("versions", lambda: (check_versions(),)),
         ("configuration", lambda: check_config(context)),
         ("home directory", lambda: (check_home(context),)),
+        ("kernels", lambda: (check_kernels(context),)),
         ("targets", lambda: check_targets(context)),
         ("shared memory", lambda: (check_shared_memory(),)),
     )
