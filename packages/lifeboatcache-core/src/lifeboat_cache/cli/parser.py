@@ -335,8 +335,14 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         "or Ctrl-C). Engines start one by themselves unless agent.autostart is off; this one takes "
         "over from it.",
     )
-    agent.add_argument(
+    instead = agent.add_mutually_exclusive_group()
+    instead.add_argument(
         "--stop", action="store_true", help="end the agent of this node and home instead"
+    )
+    instead.add_argument(
+        "--once",
+        action="store_true",
+        help="be no agent: look after every configured target once, for up to two minutes",
     )
 
     if plugins:
