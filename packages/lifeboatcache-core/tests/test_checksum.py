@@ -19,6 +19,7 @@ from lifeboat_cache.checksum import (
     Binding,
     payload_checksum,
     preferred_algorithm,
+    usable_algorithms,
 )
 
 NAMESPACE, KEY, SECRET = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
@@ -77,6 +78,13 @@ def test_the_default_of_a_binding_is_blake3() -> None:
 def test_preferred(both_kernels: bool) -> None:
     assert preferred_algorithm() == (ALGORITHM_XXH3 if both_kernels else ALGORITHM_BLAKE3)
     assert preferred_algorithm(SECRET) == ALGORITHM_KEYED_BLAKE3
+
+
+def test_a_key_makes_only_keyed_checksums_trusted() -> None:
+    assert usable_algorithms() == {1, 2}
+    assert usable_algorithms(SECRET) == {3}
+    for key in (None, SECRET):
+        assert preferred_algorithm(key) in usable_algorithms(key)
 
 
 @given(

@@ -28,6 +28,7 @@ __all__ = [
     "header_checksum",
     "payload_checksum",
     "preferred_algorithm",
+    "usable_algorithms",
 ]
 
 #: Algorithm id of BLAKE3 truncated to 128 bits.
@@ -149,6 +150,18 @@ def preferred_algorithm(key: bytes | None = None) -> int:
     if key is not None:
         return ALGORITHM_KEYED_BLAKE3
     return ALGORITHM_XXH3 if kernels.ready() else ALGORITHM_BLAKE3
+
+
+def usable_algorithms(key: bytes | None = None) -> frozenset[int]:
+    """The algorithms that a store may trust.
+
+    With an integrity key only the keyed one: anybody who can write to the directory
+    could make a record with a right checksum of another. Without one, a keyed
+    checksum cannot be verified.
+    """
+    if key is not None:
+        return frozenset({ALGORITHM_KEYED_BLAKE3})
+    return KNOWN_ALGORITHMS - {ALGORITHM_KEYED_BLAKE3}
 
 
 def payload_checksum(
