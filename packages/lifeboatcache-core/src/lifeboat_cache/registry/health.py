@@ -158,16 +158,20 @@ def _losses(entries: Sequence[ProcessEntry]) -> list[str]:
             for reason, count in reasons.items() if isinstance(reasons, Mapping) else ():
                 if isinstance(count, int):
                     counter[str(reason)] += count
-    minutes = format_duration(RECENT_S)
+    minutes = f"{RECENT_S / 60:.0f} minutes"
     found = [
-        f"{count} blocks were not stored in the last {minutes} ({reason}): "
+        f"in the last {minutes} {_blocks(count)} not stored ({reason}): "
         f"{_DROP_REMEDIES.get(reason, _SEE_LOG)}"
         for reason, count in sorted(lost["store_dropped"].items())
     ]
     found += [
-        f"{count} blocks could not be loaded in the last {minutes} ({reason}): "
+        f"in the last {minutes} {_blocks(count)} not loaded ({reason}): "
         f"{_LOAD_REMEDIES.get(reason, _SEE_LOG)}"
         for reason, count in sorted(lost["load_failed"].items())
         if reason not in _HARMLESS
     ]
     return found
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block was" if count == 1 else f"{count} blocks were"
