@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache import kernels
 from lifeboat_cache.batch import BlockBatch
-from lifeboat_cache.checksum import Binding
+from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.index import Index
@@ -23,19 +24,19 @@ from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
+from lifeboat_cache.store.executor import Executor
+from lifeboat_cache.store.io_task import IoTask
+from lifeboat_cache.store.load_plan import Places, plan_load
 from lifeboat_cache.store.records import (
     Record,
     access_entries,
-    cut,
-    fits,
-    place_of,
     readable,
-    record_entries,
     tombstones,
-    verified,
+    tombstones_at,
+    void,
 )
-from lifeboat_cache.store.workers import WorkerPool
-from lifeboat_cache.targets.base import Target, TargetReader, TargetWriter
+from lifeboat_cache.store.store_plan import Written, plan_store
+from lifeboat_cache.targets.base import Place, Target, TargetReader, TargetWriter
 
 __all__ = ["BlockStore", "State"]
 
@@ -55,11 +56,6 @@ _SAY_AGAIN_S = 600.0
 
 #: Default bound of bytes waiting to be written.
 DEFAULT_PENDING_BYTES = 2 << 30
-
-
-#: Blocks of a part (by number in the batch) and the work on them, which returns
-#: the payload bytes moved.
-_Part = tuple[list[int], Callable[[], int]]
 
 
 class State(Enum):
@@ -94,6 +90,8 @@ class BlockStore:
         I/O threads.
     pending_bytes
         Stores beyond so many queued bytes are dropped as ``BUSY``.
+    integrity_key
+        Guards payloads against tampering: checksums are keyed with it.
     shared_lookup
         Whether to find what other processes store while this store is open, not only
         what was there when it was opened.
@@ -106,6 +104,7 @@ class BlockStore:
         *,
         io_workers: int = 8,
         pending_bytes: int = DEFAULT_PENDING_BYTES,
+        integrity_key: bytes | None = None,
         shared_lookup: bool = True,
     ) -> None:
         self._find_namespace = namespace
@@ -113,7 +112,8 @@ class BlockStore:
         self._targets = list(targets)
         self._index = Index()
         self._counters = Counters()
-        self._pool = WorkerPool(io_workers)
+        self._executor = Executor(io_workers, self._finish_tasks, integrity_key)
+        self._integrity_key = integrity_key
         self._pending_limit = pending_bytes
         self._pending = 0
         self._lock = threading.Lock()
@@ -135,7 +135,6 @@ class BlockStore:
         self._touched: dict[tuple[bytes, int, int], int] = {}
         self._burials = 0  # deletions on their way to storage
         self._process = os.getpid()
-        self._cancelling = False
         self._recovered = threading.Event()
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="lifeboat-store", daemon=True)
@@ -269,7 +268,7 @@ class BlockStore:
             if doomed:
                 self._burials += 1
         if doomed:
-            self._pool.submit("store", [partial(self._bury_deleted, doomed)])
+            self._executor.plan("store", partial(self._bury_deleted, doomed))
         return done
 
     def _bury_deleted(self, records: list[Record]) -> None:
@@ -318,7 +317,7 @@ class BlockStore:
             job.outcomes[:] = refusal
             self._finish(job, 0)
         else:
-            self._pool.submit("store", [self._planned(job, size)])
+            self._executor.plan("store", partial(self._start, job, size))
         return job
 
     def load(self, batch: BlockBatch, on_done: Callable[[Job], None] | None = None) -> Job:
@@ -339,7 +338,7 @@ class BlockStore:
             job.outcomes[:] = Outcome.MISSING
             self._finish(job, 0)
         else:
-            self._pool.submit("load", [self._planned(job, 0)])
+            self._executor.plan("load", partial(self._start, job, 0))
         return job
 
     def poll(self) -> list[Job]:
@@ -371,7 +370,7 @@ class BlockStore:
         if self._process != os.getpid():
             return True
         with self._idle:
-            self._cancelling = cancel
+            self._executor.cancel(cancel)
             waiting = self._waiting if cancel else []
             if cancel:
                 self._waiting = []
@@ -381,7 +380,7 @@ class BlockStore:
         with self._idle:
             done = self._idle.wait_for(lambda: not (self._jobs or self._burials), timeout)
             # A store that is given up must not start what is still queued.
-            self._cancelling = cancel and self._state is State.CLOSED
+            self._executor.cancel(cancel and self._state is State.CLOSED)
         return done
 
     def close(self, timeout: float = 30.0) -> bool:
@@ -411,7 +410,7 @@ class BlockStore:
         quiet = quiet or self.drain(timeout, cancel=True)
         self._keeper.join(timeout)
         self._recovered.set()
-        self._pool.stop()
+        self._executor.stop(quiet=quiet)
         if quiet:
             self._flush_accesses()
             for part in (self._writer, self._reader):
@@ -459,43 +458,37 @@ class BlockStore:
                 job.publish()
             self._idle.notify_all()
 
-    def _planned(self, job: Job, size: int) -> Callable[[], None]:
-        """A task that cuts a job into parts and queues them."""
+    def _start(self, job: Job, size: int) -> None:
+        """Cut a job into tasks and run them."""
+        try:
+            tasks = self._plan_store(job) if job.kind == "store" else self._plan_load(job)
+        except Exception:  # a fault of ours: the job fails, the engine goes on
+            _log.exception("LifeboatCache: planning a job failed; please report this")
+            job.outcomes[:] = Outcome.FAILED
+            tasks = []
+        if not tasks:
+            self._finish(job, size)
+            return
+        job.split(len(tasks))
+        for task in tasks:
+            task.job = (job, size)
+        self._executor.submit(tasks)
 
-        def run() -> None:
-            try:
-                parts = self._plan_store(job) if job.kind == "store" else self._plan_load(job)
-            except Exception:  # a fault of ours: the job fails, the engine goes on
-                _log.exception("LifeboatCache: planning a job failed; please report this")
-                job.outcomes[:] = Outcome.FAILED
-                parts = []
-            if parts:
-                job.split(len(parts))
-                self._pool.submit(job.kind, [self._part(job, *part, size) for part in parts])
-            else:
-                self._finish(job, size)
-
-        return run
-
-    def _part(
-        self, job: Job, numbers: list[int], work: Callable[[], int], size: int
-    ) -> Callable[[], None]:
-        """A task that does one part of a job and reports it, whatever happens."""
-
-        def run() -> None:
-            moved = 0
-            try:
-                if self._cancelling:
-                    job.outcomes[numbers] = Outcome.CANCELLED
-                else:
-                    moved = work()
-            except Exception:  # a fault of ours: the part fails, the engine goes on
-                _log.exception("LifeboatCache: a %s failed; please report this", job.kind)
-                job.outcomes[numbers] = Outcome.FAILED
+    def _finish_tasks(self, tasks: list[IoTask]) -> None:
+        """Take finished tasks of one kind, whatever has become of them."""
+        finish = self._finish_stores if tasks[0].kind == "store" else self._finish_loads
+        try:
+            finish(tasks)
+        except Exception:  # a fault of ours: the parts fail, the engine goes on
+            _log.exception("LifeboatCache: completing I/O failed; please report this")
+            for task in tasks:
+                task.outcomes[:] = Outcome.FAILED
+        for task in tasks:
+            job, size = task.job
+            job.outcomes[task.blocks] = task.outcomes
+            moved = int(task.lengths[task.outcomes == Outcome.OK].sum())
             if job.finish_part(moved):
                 self._complete(job, size)
-
-        return run
 
     def _news(self, what: str) -> bool:
         """Whether something has not been said for a while."""
@@ -523,46 +516,75 @@ class BlockStore:
 
     # Storing ----------------------------------------------------------------
 
-    def _plan_store(self, job: Job) -> list[_Part]:
-        """Leave out what is there and cut the rest into parts."""
+    def _plan_store(self, job: Job) -> list[IoTask]:
+        """Leave out what is there, give the rest room and cut it into tasks."""
         batch = job.batch
+        keys = self._index.as_keys(batch.keys)
+        found = self._index.gather(keys)
         sizes = batch.buffers.sizes()
-        wanted: list[int] = []
+        same = (
+            found.found
+            & (found.raw_length == sizes)
+            & (found.stored_length == sizes)
+            & (found.layout == np.uint64(batch.layout))
+        )
+        job.outcomes[same] = Outcome.PRESENT
+        # Nobody who uses this layout could ever load what is there: replace it.
         doomed: list[Record] = []
-        for number, there in enumerate(self._index.contains(batch.keys)):
-            if not there:
-                wanted.append(number)
-                continue
+        for number in np.flatnonzero(found.found & ~same).tolist():
             key = batch.keys[number]
-            (item,) = self._index.get([key])
-            if item is not None and fits(item[1], int(sizes[number]), batch.layout):
-                job.outcomes[number] = Outcome.PRESENT
-                continue
-            # Nobody who uses this layout could ever load what is there: replace it.
             with self._lock:
                 if self._pins.get(key, 0):
                     job.outcomes[number] = Outcome.MISMATCH
-                    continue
-                doomed += self._index.take(key)
-            wanted.append(number)
+                else:
+                    doomed += self._index.take(key)
         if doomed:
             self._bury(doomed)
-        return [(part, partial(self._store_part, job, part)) for part in cut(wanted, sizes)]
-
-    def _store_part(self, job: Job, part: list[int]) -> int:
+        wanted = np.flatnonzero(job.outcomes == Outcome.PENDING)
+        if not wanted.shape[0]:
+            return []
         writer = self._start_writer()
         if writer is None:
-            job.outcomes[part] = Outcome.FAILED
-            return 0
+            job.outcomes[wanted] = Outcome.FAILED
+            return []
         if self._binding is None:
-            raise RuntimeError("a store part ran before the namespace was known")
-        batch = job.batch
-        entries = record_entries(batch, part, self._binding)
-        outcomes = writer.append(entries, batch.buffers, part)
-        job.outcomes[part] = outcomes
-        good = np.array(outcomes) == Outcome.OK
-        self._index.insert(writer.writer, entries[good])
-        return int(entries["raw_length"][good].sum())
+            raise RuntimeError("a store was planned before the namespace was known")
+        outcomes, tasks = plan_store(
+            batch,
+            keys,
+            wanted,
+            writer,
+            self._binding,
+            preferred_algorithm(self._integrity_key),
+            self._executor.part_bytes(int(sizes[wanted].sum())),
+        )
+        job.outcomes[wanted] = outcomes
+        return tasks
+
+    def _finish_stores(self, tasks: list[IoTask]) -> None:
+        """Journal what has been written, of all tasks of a writer together."""
+        written: dict[int, list[IoTask]] = {}
+        for task in tasks:
+            detail: Written = task.detail
+            kept = np.flatnonzero(task.outcomes == Outcome.OK)
+            end = int(kept[-1]) + 1 if kept.shape[0] else 0
+            if end < task.outcomes.shape[0]:
+                detail.writer.give_back(detail.entries[end:], detail.file)
+            if end:
+                detail.entries["payload_checksum"] = void(task.checksums)
+                written.setdefault(id(detail.writer), []).append(task)
+        for mine in written.values():
+            writer = mine[0].detail.writer
+            good = [task.outcomes == Outcome.OK for task in mine]
+            entries = np.concatenate(
+                [task.detail.entries[ok] for task, ok in zip(mine, good, strict=True)]
+            )
+            outcome = writer.commit(entries, [task.detail.file for task in mine])
+            if outcome == Outcome.OK:
+                self._index.insert(writer.writer, entries)
+            else:
+                for task, ok in zip(mine, good, strict=True):
+                    task.outcomes[ok] = outcome
 
     def _start_writer(self) -> TargetWriter | None:
         """The writer, started at the first store: who only reads leaves no files."""
@@ -586,70 +608,65 @@ class BlockStore:
 
     # Loading ----------------------------------------------------------------
 
-    def _plan_load(self, job: Job) -> list[_Part]:
-        """Find the records, in the order of their places, and cut them into parts."""
-        batch = job.batch
-        sizes = batch.buffers.sizes()
-        found = self._index.get(batch.keys)
-        wanted: list[int] = []
-        for number, item in enumerate(found):
-            if item is None:
-                job.outcomes[number] = Outcome.MISSING
-                continue
-            entry = item[1]
-            if fits(entry, int(sizes[number]), batch.layout):
-                wanted.append(number)
-            else:
-                job.outcomes[number] = Outcome.MISMATCH
-        records = {number: item for number, item in enumerate(found) if item is not None}
-        places = {number: place_of(records[number]) for number in wanted}
-        wanted.sort(key=lambda n: (places[n].writer, places[n].segment, places[n].offset))
-        return [(part, partial(self._load_part, job, part, records)) for part in cut(wanted, sizes)]
-
-    def _load_part(self, job: Job, part: list[int], records: dict[int, Record]) -> int:
+    def _plan_load(self, job: Job) -> list[IoTask]:
+        """Find the records and cut them into tasks, in the order of their places."""
         reader, binding = self._reader, self._binding
         if reader is None or binding is None:
-            raise RuntimeError("a load part ran before the namespace was known")
+            raise RuntimeError("a load was planned before the namespace was known")
         batch = job.batch
-        places = [place_of(records[number]) for number in part]
-        outcomes = reader.read(places, batch.buffers, part)
-        moved = 0
-        wrong: list[int] = []
-        for at, number in enumerate(part):
-            if outcomes[at] != Outcome.OK:
+        keys = self._index.as_keys(batch.keys)
+        size = int(batch.buffers.sizes().sum())
+        outcomes, tasks, unreadable = plan_load(
+            batch, keys, self._index, reader, binding, self._executor.part_bytes(size)
+        )
+        job.outcomes[:] = outcomes
+        for blocks, places in unreadable:
+            self._forget(places, outcomes[blocks])
+        return tasks
+
+    def _finish_loads(self, tasks: list[IoTask]) -> None:
+        """Deal with what was not read, or is not what it should be."""
+        for task in tasks:
+            bad = np.flatnonzero(task.outcomes != Outcome.OK)
+            if not bad.shape[0]:
                 continue
-            if verified(batch, number, records[number], binding):
-                moved += places[at].length
-            else:
-                outcomes[at] = int(Outcome.CORRUPT)
-                wrong.append(at)
-        if wrong:
-            slots = [int(records[part[at]][1]["slot"]) for at in wrong]
-            dead = reader.declared_dead([places[at] for at in wrong], slots)
-            for at, reclaimed in zip(wrong, dead, strict=True):
-                if reclaimed:
-                    outcomes[at] = int(Outcome.MISSING)
-        bad: list[Record] = []
-        for at, number in enumerate(part):
-            if outcomes[at] == Outcome.OK:
-                continue
-            # A read that failed is a miss from now on: the block is computed and
-            # stored again, instead of failing for every request to come.
-            writer, entry = records[number]
-            self._index.remove(
-                batch.keys[number], writer, int(entry["segment"]), int(entry["slot"])
-            )
-            if outcomes[at] == Outcome.CORRUPT:
-                bad.append((writer, entry))
-        job.outcomes[part] = outcomes
-        if bad:
-            _log.warning(
-                "LifeboatCache: %d corrupt block(s) at %s; dropped, they will be recomputed",
-                len(bad),
-                self._target.location if self._target else "?",
-            )
-            self._bury(bad)
-        return moved
+            places: Places = task.detail[bad]
+            outcomes = task.outcomes[bad]
+            wrong = np.flatnonzero(outcomes == Outcome.CORRUPT)
+            reader = self._reader
+            if wrong.shape[0] and reader is not None:
+                dead = reader.declared_dead(
+                    [
+                        Place(self._index.writer_id(writer), segment, 0, 0)
+                        for writer, segment, _ in places[wrong].rows()
+                    ],
+                    [slot for _, _, slot in places[wrong].rows()],
+                )
+                outcomes[wrong[np.array(dead, dtype=bool)]] = Outcome.MISSING
+                task.outcomes[bad] = outcomes
+            lost = np.flatnonzero(outcomes != Outcome.CANCELLED)
+            self._forget(places[lost], outcomes[lost])
+
+    def _forget(self, places: Places, outcomes: npt.NDArray[np.uint8]) -> None:
+        """Take records that could not be read out of the index; bury those that are wrong.
+
+        A read that failed is a miss from now on: the block is computed and stored again,
+        instead of failing for every request to come.
+        """
+        self._index.remove_many(places.keys, places.writers, places.segments, places.slots)
+        corrupt = np.flatnonzero(outcomes == Outcome.CORRUPT)
+        if not corrupt.shape[0]:
+            return
+        _log.warning(
+            "LifeboatCache: %d corrupt block(s) at %s; dropped, they will be recomputed",
+            corrupt.shape[0],
+            self._target.location if self._target else "?",
+        )
+        writer = self._start_writer()
+        if writer is not None:
+            wrong = places[corrupt]
+            owners = [self._index.writer_id(number) for number in wrong.writers.tolist()]
+            writer.bury(tombstones_at(wrong.keys, owners, wrong.segments, wrong.slots))
 
     def _bury(self, records: list[Record]) -> None:
         """Declare records dead for every process, now and after a restart."""
@@ -663,6 +680,7 @@ class BlockStore:
     def _keep(self) -> None:
         """Open, recover, then follow other writers and write down accesses."""
         try:
+            self._load_kernels()
             if not self._open() or self._stop.is_set():
                 return
             started = time.monotonic()
@@ -678,6 +696,7 @@ class BlockStore:
             self._recovered.set()
             flushed = time.monotonic()
             while not self._stop.wait(_TAIL_S):
+                self._load_kernels()
                 if self._shared_lookup:
                     self._follow(recovering=False)
                 if time.monotonic() - flushed > _ACCESS_S:
@@ -688,6 +707,11 @@ class BlockStore:
             self._disable(f"internal error: {exc}")
         finally:
             self._recovered.set()
+
+    def _load_kernels(self) -> None:
+        """Use compiled kernels as soon as there are any."""
+        if not self._executor.native and kernels.load():
+            self._executor.upgrade()
 
     def _open(self) -> bool:
         try:
@@ -714,7 +738,7 @@ class BlockStore:
                     self._state = State.RECOVERING
             for job in waiting:
                 size = int(job.batch.buffers.sizes().sum())
-                self._pool.submit("store", [self._planned(job, size)])
+                self._executor.plan("store", partial(self._start, job, size))
             return True
         self._disable(
             "no storage target is usable (" + ("; ".join(skipped) or "none is configured") + "): "

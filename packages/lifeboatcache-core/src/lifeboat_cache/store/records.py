@@ -9,65 +9,61 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
-from lifeboat_cache.checksum import (
-    ALGORITHM_BLAKE3,
-    KNOWN_ALGORITHMS,
-    Binding,
-    payload_checksum,
-)
+from lifeboat_cache.checksum import KNOWN_ALGORITHMS
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
-from lifeboat_cache.targets.base import Place
 
 __all__ = [
     "CODEC_RAW",
     "Record",
     "access_entries",
-    "cut",
     "fits",
-    "place_of",
     "readable",
     "record_entries",
     "tombstones",
-    "verified",
+    "tombstones_at",
+    "void",
 ]
 
 #: Codec id of stored bytes that equal the engine's bytes.
 CODEC_RAW = 0
 
-#: A job is cut into parts of about this many bytes, so that one big job keeps
-#: every worker busy.
-_PART_BYTES = 16 << 20
-
 #: A record: its writer's 16 bytes and its journal entry (one element of ``ENTRY``).
 Record = tuple[bytes, Any]
 
 
-def record_entries(batch: BlockBatch, part: Sequence[int], binding: Binding) -> Entries:
-    """Describe blocks of a batch as records, their payloads' checksums included.
+def record_entries(
+    batch: BlockBatch,
+    keys: npt.NDArray[np.uint8],
+    blocks: npt.NDArray[np.int64],
+    algorithm: int,
+) -> Entries:
+    """Describe blocks of a batch as records, without their places and checksums.
 
     Parameters
     ----------
     batch
-        The blocks; their memory is read here.
-    part
-        Which of them, by number.
-    binding
-        Of the namespace.
+        The blocks.
+    keys
+        uint8 ``(len(batch), 32)``, their keys.
+    blocks
+        int64 ``(n,)``: which of them.
+    algorithm
+        Of the payload checksums to come.
 
     Returns
     -------
-    ``ENTRY`` array ``(len(part),)``, without places.
+    ``ENTRY`` array ``(n,)``.
     """
-    entries = np.zeros(len(part), dtype=ENTRY)
-    sizes = batch.buffers.sizes()[list(part)]
-    entries["stored_length"] = entries["raw_length"] = sizes
+    entries = np.zeros(blocks.shape[0], dtype=ENTRY)
+    entries["key"] = void(keys[blocks])
+    entries["stored_length"] = entries["raw_length"] = batch.buffers.sizes()[blocks]
     entries["layout"] = batch.layout
     entries["salt"] = batch.salt
     entries["time"] = coarse_time()
     entries["codec"] = CODEC_RAW
-    entries["algorithm"] = ALGORITHM_BLAKE3
+    entries["algorithm"] = algorithm
     entries["kind"] = KIND_RECORD
     for name, values in (
         ("position", batch.positions),
@@ -76,29 +72,15 @@ def record_entries(batch: BlockBatch, part: Sequence[int], binding: Binding) -> 
         ("parent", batch.parents),
     ):
         if values is not None:
-            entries[name] = [values[number] for number in part]
-    for at, number in enumerate(part):
-        key, size = batch.keys[number], int(sizes[at])
-        bound = binding.pack(key, batch.layout, size, size, CODEC_RAW)
-        entries["key"][at] = np.void(key)
-        entries["payload_checksum"][at] = np.void(
-            payload_checksum(bound, batch.buffers.pieces(number))
-        )
+            entries[name] = np.asarray(values, dtype=ENTRY[name])[blocks]
     return entries
 
 
-def verified(batch: BlockBatch, number: int, record: Record, binding: Binding) -> bool:
-    """Whether the caller's memory of a block holds exactly what the record says."""
-    entry = record[1]
-    bound = binding.pack(
-        batch.keys[number],
-        int(entry["layout"]),
-        int(entry["raw_length"]),
-        int(entry["stored_length"]),
-        int(entry["codec"]),
-    )
-    checksum = payload_checksum(bound, batch.buffers.pieces(number))
-    return checksum == bytes(entry["payload_checksum"].tobytes())
+def void(table: npt.NDArray[np.uint8]) -> npt.NDArray[np.void]:
+    """Rows of bytes ``(n, k)`` as ``n`` byte strings, as the fields of an entry hold them."""
+    width = table.shape[1]
+    rows: npt.NDArray[np.void] = np.ascontiguousarray(table).view(f"V{width}").reshape(-1)
+    return rows
 
 
 def fits(entry: Any, size: int, layout: int) -> bool:
@@ -119,26 +101,6 @@ def readable(entries: Entries) -> npt.NDArray[np.bool_]:
     return usable
 
 
-def place_of(record: Record) -> Place:
-    """Where a record's stored bytes lie."""
-    writer, entry = record
-    return Place(writer, int(entry["segment"]), int(entry["offset"]), int(entry["stored_length"]))
-
-
-def cut(numbers: Sequence[int], sizes: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Cut a list of blocks into parts of about 16 MiB, keeping its order."""
-    parts: list[list[int]] = []
-    total = 0
-    for number in numbers:
-        size = int(sizes[number])
-        if not parts or total + size > _PART_BYTES:
-            parts.append([])
-            total = 0
-        parts[-1].append(number)
-        total += size
-    return parts
-
-
 def tombstones(records: Sequence[Record]) -> Entries:
     """``ENTRY`` array that declares records dead."""
     entries = np.zeros(len(records), dtype=ENTRY)
@@ -148,6 +110,22 @@ def tombstones(records: Sequence[Record]) -> Entries:
         entries["payload_checksum"][at] = np.void(owner)
         for name in ("key", "segment", "slot"):
             entries[name][at] = entry[name]
+    return entries
+
+
+def tombstones_at(
+    keys: npt.NDArray[np.uint8],
+    writers: Sequence[bytes],
+    segments: npt.ArrayLike,
+    slots: npt.ArrayLike,
+) -> Entries:
+    """``ENTRY`` array that declares the records at some places dead."""
+    entries = np.zeros(len(writers), dtype=ENTRY)
+    entries["kind"] = KIND_TOMBSTONE
+    entries["time"] = coarse_time()
+    entries["key"] = void(keys)
+    entries["payload_checksum"] = np.frombuffer(b"".join(writers), dtype="V16")
+    entries["segment"], entries["slot"] = segments, slots
     return entries
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.format.journal import Entries
@@ -15,8 +15,10 @@ from lifeboat_cache.outcome import Outcome
 __all__ = [
     "JournalPage",
     "NamespaceInfo",
+    "OpenFile",
     "Place",
     "PurgeReport",
+    "Reservation",
     "Target",
     "TargetReader",
     "TargetWriter",
@@ -143,6 +145,43 @@ class Place:
     length: int
 
 
+class OpenFile(Protocol):
+    """An open segment. Its descriptors stay open as long as the object lives.
+
+    Attributes
+    ----------
+    fd
+        For buffered I/O.
+    direct_fd
+        For O_DIRECT; -1 if the filesystem does not take it.
+    """
+
+    @property
+    def fd(self) -> int: ...
+    @property
+    def direct_fd(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Room for some consecutive entries in one segment, or why there is none.
+
+    Attributes
+    ----------
+    first, last
+        The entries ``first:last`` of those that were to get room.
+    file
+        The segment, open for writing; ``None`` if the room was refused.
+    refusal
+        Why it was refused.
+    """
+
+    first: int
+    last: int
+    file: OpenFile | None = None
+    refusal: Outcome = Outcome.PENDING
+
+
 class TargetWriter(ABC):
     """Appends to one namespace on behalf of one process."""
 
@@ -173,6 +212,40 @@ class TargetWriter(ABC):
             An :class:`Outcome` for each entry. ``OK`` means that the block
             survives the death of this process.
         """
+
+    @abstractmethod
+    def reserve(self, entries: Entries, part_bytes: int) -> list[Reservation]:
+        """Give records room, in their order, without writing anything.
+
+        Parameters
+        ----------
+        entries
+            As for :meth:`append`; ``segment``, ``offset`` and ``slot`` are filled in.
+        part_bytes
+            A reservation covers about so many bytes.
+        """
+
+    @abstractmethod
+    def commit(self, entries: Entries, files: Sequence[OpenFile]) -> Outcome:
+        """Journal records whose payloads are written.
+
+        Parameters
+        ----------
+        entries
+            Complete but for ``checksum``.
+        files
+            The segments that they lie in, from :meth:`reserve`.
+
+        Returns
+        -------
+        Outcome
+            ``OK`` when they survive the death of this process; otherwise none of
+            them counts.
+        """
+
+    @abstractmethod
+    def give_back(self, entries: Entries, file: OpenFile) -> None:
+        """Give the room of a whole reservation back, whose payloads were not written."""
 
     @abstractmethod
     def bury(self, entries: Entries) -> None:
@@ -212,6 +285,18 @@ class TargetReader(ABC):
         Returns an :class:`Outcome` per place: ``OK`` (all bytes are there),
         ``MISSING`` (file or bytes have gone) or ``FAILED``. Does not return
         before the last system call on the memory has.
+        """
+
+    @abstractmethod
+    def open_segment(self, writer: bytes, segment: int) -> OpenFile:
+        """A segment, open for reading.
+
+        Raises
+        ------
+        FormatError
+            If its header is not that of this segment.
+        OSError
+            If it cannot be opened; ``ENOENT`` or ``ESTALE`` if it has gone.
         """
 
     @abstractmethod

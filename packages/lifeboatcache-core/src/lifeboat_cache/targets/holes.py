@@ -1,4 +1,4 @@
-"""Giving back the space of a part of a file."""
+"""Giving back the space of a part of a file, and taking space before it is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 from typing import Any
 
-__all__ = ["data_start", "punch_hole"]
+__all__ = ["data_start", "punch_hole", "take_space"]
 
 _KEEP_SIZE = 1
 _PUNCH_HOLE = 2
@@ -48,10 +48,30 @@ def punch_hole(fd: int, offset: int, length: int) -> bool:
     OSError
         If it has them and the call failed.
     """
+    return _call(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
+
+
+def take_space(fd: int, offset: int, length: int) -> bool:
+    """Allocate a range of a file without changing its size.
+
+    Returns
+    -------
+    bool
+        False if the filesystem cannot.
+
+    Raises
+    ------
+    OSError
+        If it can and the call failed: ``ENOSPC`` when the disk is full.
+    """
+    return _call(fd, _KEEP_SIZE, offset, length)
+
+
+def _call(fd: int, mode: int, offset: int, length: int) -> bool:
     if _fallocate is None:
         return False
     while True:
-        if _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length) == 0:
+        if _fallocate(fd, mode, offset, length) == 0:
             return True
         number = ctypes.get_errno()
         if number in _UNSUPPORTED:

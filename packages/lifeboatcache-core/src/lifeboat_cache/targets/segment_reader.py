@@ -138,7 +138,7 @@ class SegmentReader(TargetReader):
         """Read records that lie one after the other with as few calls as possible."""
         first = places[run[0]]
         try:
-            segment = self._segment(first.writer, first.segment)
+            segment = self.open_segment(first.writer, first.segment)
             fd = segment.direct_fd if direct and segment.direct_fd >= 0 else segment.fd
             moved = read_into(fd, pieces, first.offset)
         except NewerFormatError:  # not ours to judge
@@ -166,8 +166,8 @@ class SegmentReader(TargetReader):
             whole = places[index].offset + places[index].length - first.offset <= moved
             outcomes[index] = int(Outcome.OK if whole else outcome)
 
-    def _segment(self, writer: bytes, number: int) -> _OpenSegment:
-        key = (writer, number)
+    def open_segment(self, writer: bytes, segment: int) -> _OpenSegment:
+        key = (writer, segment)
         with self._lock:
             if self._closed:
                 raise OSError(errno.EBADF, "the reader is closed")
@@ -178,8 +178,8 @@ class SegmentReader(TargetReader):
                     return found
                 # Somebody deleted the file: give its space back.
                 del self._open[key]
-        path = self._directory / segment_name(writer.hex(), number)
-        header = FileHeader(MAGIC_SEGMENT, self._namespace, writer, number, 0)
+        path = self._directory / segment_name(writer.hex(), segment)
+        header = FileHeader(MAGIC_SEGMENT, self._namespace, writer, segment, 0)
         try:
             opened = _OpenSegment(path, header, self._direct)
         except OSError as exc:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.clock import coarse_time
@@ -25,8 +26,9 @@ from lifeboat_cache.format.header import (
 from lifeboat_cache.format.journal import ENTRY_BYTES, Entries, seal_entries
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.targets.base import TargetWriter
+from lifeboat_cache.targets.base import OpenFile, Reservation, TargetWriter
 from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, write_from
+from lifeboat_cache.targets.holes import take_space
 from lifeboat_cache.targets.layout import (
     FILE_MODE,
     WriterLock,
@@ -44,6 +46,12 @@ SEGMENT_AGE_S = 3600.0
 #: One ``pwritev`` carries about this much: enough to be sequential for the device,
 #: small enough that several workers share a batch.
 _WRITE_BYTES = 16 << 20
+
+#: The journal gets its space in steps of so many bytes.
+_JOURNAL_STEP = 32 << 10
+
+#: What counts as allocated where a filesystem cannot allocate ahead.
+_NEVER_FULL = 1 << 62
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -65,16 +73,29 @@ def _create(path: Path, header: bytes) -> int:
     return fd
 
 
+def _parts(sizes: npt.NDArray[np.int64], limit: int) -> list[tuple[int, int]]:
+    """Cut records into consecutive parts of at most ``limit`` bytes or one record."""
+    parts, first, total = [], 0, 0
+    for at, size in enumerate(sizes.tolist()):
+        if at > first and total + size > limit:
+            parts.append((first, at))
+            first, total = at, 0
+        total += size
+    return [*parts, (first, int(sizes.shape[0]))] if sizes.shape[0] else []
+
+
 class _Segment:
     """An open segment. Closed when the last user lets go of the object."""
 
-    __slots__ = ("created", "direct_fd", "fd", "next_slot", "number", "offset", "path")
+    __slots__ = ("created", "direct_fd", "fd", "next_slot", "number", "offset", "path", "returned")
 
     def __init__(self, path: Path, number: int, header: bytes, direct: bool) -> None:
         self.path = path
         self.number = number
         self.offset = HEADER_BYTES
         self.next_slot = 0
+        # Room that was given back and has other room behind it: its end, start, slots.
+        self.returned: dict[int, tuple[int, int]] = {}
         self.created = time.monotonic()
         self.direct_fd = -1
         self.fd = _create(path, header)
@@ -124,6 +145,8 @@ class SegmentWriter(TargetWriter):
         self._segment: _Segment | None = None
         self._next_segment = 0
         self._entries = 0
+        self._expected = 0  # entries, those of payloads under way included
+        self._journal_space = HEADER_BYTES  # allocated
         self._journal_fd = -1
         self._accesses = 0
         self._access_fd = -1
@@ -143,48 +166,68 @@ class SegmentWriter(TargetWriter):
         return FileHeader(magic, self._namespace, self.writer, segment, coarse_time()).pack()
 
     def append(self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]) -> list[int]:
-        count = len(blocks)
-        outcomes = [int(Outcome.PENDING)] * count
-        sizes = [_padded(int(size)) for size in entries["stored_length"]]
-        first = 0
-        while first < count:
-            # One run: as many records as fit into one write and one segment.
-            last, total = first, 0
-            while last < count and (last == first or total + sizes[last] <= _WRITE_BYTES):
-                total += sizes[last]
-                last += 1
-            outcome = self._append_run(
-                entries[first:last], buffers, blocks[first:last], sizes[first:last]
-            )
-            outcomes[first:last] = [int(outcome)] * (last - first)
-            first = last
+        outcomes = [int(Outcome.PENDING)] * len(blocks)
+        for room in self.reserve(entries, _WRITE_BYTES):
+            mine = slice(room.first, room.last)
+            outcome = room.refusal
+            if room.file is not None:
+                try:
+                    self._write(room.file, entries[mine], buffers, blocks[mine])
+                except OSError as exc:
+                    self.give_back(entries[mine], room.file)
+                    outcome = self._failure(exc)
+                else:
+                    outcome = self.commit(entries[mine], [room.file])
+            outcomes[mine] = [int(outcome)] * (room.last - room.first)
         return outcomes
 
-    def _append_run(
-        self, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int], sizes: list[int]
-    ) -> Outcome:
-        total = sum(sizes)
-        refusal = self._allowance(total)
-        if refusal is not None:
-            return refusal
+    def reserve(self, entries: Entries, part_bytes: int) -> list[Reservation]:
+        sizes = -(-entries["stored_length"].astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        rooms = []
+        for first, last in _parts(sizes, part_bytes):
+            mine = sizes[first:last]
+            total = int(mine.sum())
+            refusal = self._allowance(total)
+            if refusal is None:
+                try:
+                    self._take_journal_space(last - first)
+                    file = self._place(entries[first:last], mine, total)
+                except OSError as exc:
+                    refusal = self._failure(exc)
+                else:
+                    rooms.append(Reservation(first, last, file))
+                    continue
+            rooms.append(Reservation(first, last, None, refusal))
+        return rooms
+
+    def commit(self, entries: Entries, files: Sequence[OpenFile]) -> Outcome:
         try:
-            segment = self._place(entries, sizes, total)
-            try:
-                self._write(segment, entries, buffers, blocks)
-            except OSError:
-                self._take_back(segment, entries, total)
-                raise
-            self._check_kept(segment)
+            for file in files:
+                self._check_kept(file)
             self._journal(entries)
         except OSError as exc:
-            self._notice_loss()
-            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                return Outcome.RESERVE
-            return Outcome.FAILED
+            return self._failure(exc)
         return Outcome.OK
 
-    def _place(self, entries: Entries, sizes: list[int], total: int) -> _Segment:
-        """Give the run a place; runs of other threads get other places."""
+    def _take_journal_space(self, count: int) -> None:
+        """Make sure that payloads which find room can be journaled on a disk that is full then."""
+        with self._journal_lock:
+            self._expected += count
+            end = HEADER_BYTES + self._expected * ENTRY_BYTES
+            if self._journal_fd < 0 or end <= self._journal_space:
+                return
+            step = -(-(end - self._journal_space) // _JOURNAL_STEP) * _JOURNAL_STEP
+            if take_space(self._journal_fd, self._journal_space, step):
+                self._journal_space += step
+            else:
+                self._journal_space = _NEVER_FULL
+
+    def _failure(self, exc: OSError) -> Outcome:
+        self._notice_loss()
+        return Outcome.RESERVE if exc.errno in (errno.ENOSPC, errno.EDQUOT) else Outcome.FAILED
+
+    def _place(self, entries: Entries, sizes: npt.NDArray[np.int64], total: int) -> _Segment:
+        """Give records a place one after the other; those of other threads get other places."""
         with self._lock:
             segment = self._segment
             if self._closed:
@@ -207,7 +250,7 @@ class SegmentWriter(TargetWriter):
                 )
                 self._segment = segment
             starts = np.zeros(len(sizes), dtype=np.uint64)
-            np.cumsum(np.asarray(sizes[:-1], dtype=np.uint64), out=starts[1:])
+            starts[1:] = np.cumsum(sizes[:-1])
             entries["segment"] = segment.number
             entries["offset"] = starts + np.uint64(segment.offset)
             entries["slot"] = np.arange(
@@ -217,15 +260,23 @@ class SegmentWriter(TargetWriter):
             segment.next_slot += len(sizes)
             return segment
 
-    def _take_back(self, segment: _Segment, entries: Entries, total: int) -> None:
-        """Give the space of a run that could not be written back, if it is the last one."""
+    def give_back(self, entries: Entries, file: OpenFile) -> None:
         start = int(entries["offset"][0])
+        end = int(entries["offset"][-1]) + _padded(int(entries["stored_length"][-1]))
         with self._lock:
-            if segment.offset == start + total:
+            segment = self._segment
+            if segment is not file:
+                return  # sealed by now: it stays unused
+            # Only the end of the file can be given back. What is further inside waits
+            # until that has become true of it.
+            segment.returned[end] = (start, len(entries))
+            before = segment.offset
+            while segment.offset in segment.returned:
+                segment.offset, count = segment.returned.pop(segment.offset)
+                segment.next_slot -= count
+            if segment.offset < before:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(segment.fd, start)
-                segment.offset = start
-                segment.next_slot -= len(entries)
+                    os.ftruncate(segment.fd, segment.offset)
 
     def _notice_loss(self) -> bool:
         """Find out whether somebody has deleted the journal."""
@@ -234,7 +285,7 @@ class SegmentWriter(TargetWriter):
                 self.lost = True
         return self.lost
 
-    def _check_kept(self, segment: _Segment) -> None:
+    def _check_kept(self, segment: OpenFile) -> None:
         """Raise ``OSError`` if somebody has deleted the segment: nothing would be kept."""
         if not os.fstat(segment.fd).st_nlink:
             with self._lock:
@@ -243,7 +294,7 @@ class SegmentWriter(TargetWriter):
             raise OSError(errno.ESTALE, "the segment was deleted")
 
     def _write(
-        self, segment: _Segment, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]
+        self, segment: OpenFile, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]
     ) -> None:
         stored = entries["stored_length"]
         if not bool((stored % ALIGNMENT).any()):
@@ -301,6 +352,8 @@ class SegmentWriter(TargetWriter):
             self._closed = True
             self._segment = None
             used = self._access_fd >= 0
+            with contextlib.suppress(OSError):  # what was allocated ahead
+                os.ftruncate(self._journal_fd, os.fstat(self._journal_fd).st_size)
             for fd in (self._journal_fd, self._access_fd):
                 if fd >= 0:
                     os.close(fd)

@@ -1,0 +1,406 @@
+"""What the native I/O threads run: whole tasks, and the loop that takes them.
+
+A task is laid out by :class:`lifeboat_cache.store.io_task.IoTask`; here it is a table
+of 64-bit words. Nothing in this module touches a Python object, so the threads never
+want the interpreter lock, however busy the engine keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lifeboat_cache.kernels import io_layout as L  # noqa: N812
+from lifeboat_cache.kernels import raw, xxh3
+from lifeboat_cache.kernels.jit import helper, inline, native
+from lifeboat_cache.kernels.libc import (
+    errno,
+    memcpy,
+    memset,
+    poll,
+    pread,
+    preadv,
+    pwrite,
+    pwritev,
+    read,
+    write,
+)
+from lifeboat_cache.kernels.memory import bytes_at, words_at
+from lifeboat_cache.kernels.xxh3 import STATE_BYTES
+from lifeboat_cache.outcome import Outcome
+
+__all__ = ["io_thread"]
+
+_OK = np.uint8(Outcome.OK)
+_MISSING = np.uint8(Outcome.MISSING)
+_CORRUPT = np.uint8(Outcome.CORRUPT)
+_RESERVE = np.uint8(Outcome.RESERVE)
+_CANCELLED = np.uint8(Outcome.CANCELLED)
+_FAILED = np.uint8(Outcome.FAILED)
+
+_PAGE = np.int64(4096)
+_IOV_MAX = np.int64(1024)
+_BINDING = np.int64(96)
+_CHECKSUM = np.int64(16)
+#: Zeros between the binding and the payload: XXH3 treats short inputs differently.
+_PADDING = 160
+
+# Numbers of Linux, the same on every architecture that numba compiles for.
+_ENOENT = 2
+_EINTR = 4
+_EAGAIN = 11
+_EINVAL = 22
+_ENOSPC = 28
+_ESTALE = 116
+_EDQUOT = 122
+_POLLIN = 1
+
+
+@helper
+def _checksum(task: Any, block: Any, out: Any) -> Any:
+    """Write the canonical checksum of a block to the address ``out``."""
+    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    state = raw.stack(STATE_BYTES)
+    padding = raw.stack(_PADDING)
+    raw.zero(padding, _PADDING)
+    xxh3.begin(state)
+    xxh3.update(state, task[L.TASK_BINDINGS] + block * _BINDING, _BINDING)
+    xxh3.update(state, padding, _PADDING)
+    for piece in range(starts[block], starts[block + 1]):
+        xxh3.update(state, iov[2 * piece], iov[2 * piece + 1])
+    low, high = xxh3.finish(state)
+    xxh3.store_digest(np.uint64(out), low, high)
+
+
+@inline
+def _verify(task: Any, block: Any, scratch: Any) -> Any:
+    """Set the outcome of a block whose bytes are all there."""
+    _checksum(task, block, scratch)
+    found, wanted = words_at(scratch), words_at(task[L.TASK_CHECKSUMS] + block * _CHECKSUM)
+    same = found[0] == wanted[0] and found[1] == wanted[1]
+    bytes_at(task[L.TASK_OUTCOMES])[block] = _OK if same else _CORRUPT
+
+
+@helper
+def _scatter_read(task: Any, fd: Any, first: Any, last: Any, sums: Any) -> Any:
+    """Read blocks ``first:last``, which lie one after the other, into their pieces.
+
+    Returns the first block that is not wholly read, and the error number.
+    """
+    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
+    piece, end = starts[first], starts[last]
+    position = offsets[first]
+    block = first
+    skip = np.int64(0)
+    while block < last and lengths[block] == 0:
+        _verify(task, block, sums)
+        block += 1
+    while piece < end:
+        count, size = np.int64(0), np.int64(0)
+        while piece + count < end and count < _IOV_MAX and size < task[L.TASK_CHUNK]:
+            size += iov[2 * (piece + count) + 1]
+            count += 1
+        iov[2 * piece] += skip
+        iov[2 * piece + 1] -= skip
+        moved = preadv(fd, task[L.TASK_IOV] + piece * 16, count, position)
+        error = np.int64(0)
+        if moved < 0:
+            error = np.int64(errno())
+        iov[2 * piece] -= skip
+        iov[2 * piece + 1] += skip
+        if error == _EINTR:
+            continue
+        if error == _EINVAL and position > offsets[first]:
+            # O_DIRECT at the end of a file that was cut at an odd length.
+            return block, np.int64(0)
+        if error != 0:
+            return block, error
+        if moved == 0 and size > skip:
+            return block, np.int64(0)
+        position += moved
+        left = moved + skip
+        skip = np.int64(0)
+        while piece < end and left >= iov[2 * piece + 1]:
+            left -= iov[2 * piece + 1]
+            piece += 1
+        skip = left
+        while block < last and offsets[block] + lengths[block] <= position:
+            _verify(task, block, sums)
+            block += 1
+    return block, np.int64(0)
+
+
+@helper
+def _bounce_read(
+    task: Any, fd: Any, first: Any, last: Any, scratch: Any, room: Any, sums: Any
+) -> Any:
+    """Read blocks through an aligned buffer; see :func:`_scatter_read`."""
+    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
+    position = offsets[first]
+    end = offsets[last - 1] + (lengths[last - 1] + _PAGE - 1) // _PAGE * _PAGE
+    block, inside = first, np.int64(0)
+    piece, skip = starts[first], np.int64(0)
+    while True:
+        while block < last and inside == lengths[block]:
+            _verify(task, block, sums)
+            block += 1
+            inside = np.int64(0)
+            piece, skip = starts[block], np.int64(0)
+        if position >= end or block >= last:
+            return block, np.int64(0)
+        moved = pread(fd, scratch, min(room, end - position), position)
+        if moved < 0:
+            error = np.int64(errno())
+            if error == _EINTR:
+                continue
+            if error == _EINVAL and position > offsets[first]:
+                return block, np.int64(0)
+            return block, error
+        if moved == 0:
+            return block, np.int64(0)
+        while block < last and offsets[block] + inside < position + moved:
+            at = offsets[block] + inside - position
+            left = min(lengths[block] - inside, moved - at)
+            inside += left
+            while left > 0:
+                part = min(left, iov[2 * piece + 1] - skip)
+                memcpy(iov[2 * piece] + skip, scratch + at, part)
+                at += part
+                left -= part
+                skip += part
+                if skip == iov[2 * piece + 1]:
+                    piece += 1
+                    skip = np.int64(0)
+            if inside < lengths[block]:
+                break
+            _verify(task, block, sums)
+            block += 1
+            inside = np.int64(0)
+            if block < last:
+                piece, skip = starts[block], np.int64(0)
+        position += moved
+        if moved % _PAGE != 0 and position < end:
+            return block, np.int64(0)  # the end of the file
+
+
+@helper
+def _read_blocks(
+    task: Any, fd: Any, mode: Any, first: Any, last: Any, scratch: Any, room: Any, sums: Any
+) -> Any:
+    if mode == L.BOUNCE:
+        return _bounce_read(task, fd, first, last, scratch, room, sums)
+    return _scatter_read(task, fd, first, last, sums)
+
+
+@helper
+def _load(task: Any, scratch: Any, room: Any, sums: Any) -> Any:
+    runs = words_at(task[L.TASK_RUN_TABLE])
+    outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    for run in range(task[L.TASK_RUNS]):
+        fd = np.int32(runs[L.RUN_COLUMNS * run])
+        mode = runs[L.RUN_COLUMNS * run + 1]
+        first = runs[L.RUN_COLUMNS * run + 2]
+        last = first + runs[L.RUN_COLUMNS * run + 3]
+        block, error = _read_blocks(task, fd, mode, first, last, scratch, room, sums)
+        if error != 0 and task[L.TASK_ERRNO] == 0:
+            task[L.TASK_ERRNO] = error
+        gone = error in (0, _ENOENT, _ESTALE)
+        if gone:
+            while block < last:
+                outcomes[block] = _MISSING
+                block += 1
+        # One bad sector must not cost its neighbours.
+        while block < last:
+            done, error = _read_blocks(task, fd, mode, block, block + 1, scratch, room, sums)
+            if done == block:
+                gone = error in (0, _ENOENT, _ESTALE)
+                outcomes[block] = _MISSING if gone else _FAILED
+            block += 1
+
+
+@helper
+def _scatter_write(task: Any, fd: Any, first: Any, last: Any) -> Any:
+    """Write the pieces of blocks that lie one after the other; returns the error number."""
+    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    piece, end = starts[first], starts[last]
+    position = words_at(task[L.TASK_OFFSETS])[first]
+    skip = np.int64(0)
+    while piece < end:
+        if iov[2 * piece + 1] == skip:
+            piece += 1
+            skip = np.int64(0)
+            continue
+        count = min(end - piece, _IOV_MAX)
+        iov[2 * piece] += skip
+        iov[2 * piece + 1] -= skip
+        moved = pwritev(fd, task[L.TASK_IOV] + piece * 16, count, position)
+        error = np.int64(0)
+        if moved < 0:
+            error = np.int64(errno())
+        iov[2 * piece] -= skip
+        iov[2 * piece + 1] += skip
+        if error == _EINTR:
+            continue
+        if error != 0:
+            return error
+        if moved == 0:
+            return np.int64(5)  # EIO: no progress
+        position += moved
+        left = moved + skip
+        while piece < end and left >= iov[2 * piece + 1]:
+            left -= iov[2 * piece + 1]
+            piece += 1
+        skip = left
+    return np.int64(0)
+
+
+@helper
+def _write_all(fd: Any, address: Any, size: Any, position: Any) -> Any:
+    while size > 0:
+        moved = pwrite(fd, address, size, position)
+        if moved < 0:
+            error = np.int64(errno())
+            if error == _EINTR:
+                continue
+            return error
+        if moved == 0:
+            return np.int64(5)
+        address += moved
+        position += moved
+        size -= moved
+    return np.int64(0)
+
+
+@helper
+def _bounce_write(task: Any, fd: Any, first: Any, last: Any, scratch: Any, room: Any) -> Any:
+    """Write blocks through an aligned buffer, zeros between them."""
+    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
+    position, filled = offsets[first], np.int64(0)
+    for block in range(first, last):
+        gap = offsets[block] - (position + filled)
+        piece = starts[block]
+        skip, left = np.int64(0), lengths[block]
+        while gap > 0 or left > 0:
+            if filled == room:
+                error = _write_all(fd, scratch, filled, position)
+                if error != 0:
+                    return error
+                position += filled
+                filled = np.int64(0)
+            if gap > 0:
+                part = min(gap, room - filled)
+                memset(scratch + filled, np.int32(0), part)
+                gap -= part
+            else:
+                part = min(left, room - filled, iov[2 * piece + 1] - skip)
+                memcpy(scratch + filled, iov[2 * piece] + skip, part)
+                left -= part
+                skip += part
+                if skip == iov[2 * piece + 1]:
+                    piece += 1
+                    skip = np.int64(0)
+            filled += part
+    padded = (filled + _PAGE - 1) // _PAGE * _PAGE
+    memset(scratch + filled, np.int32(0), padded - filled)
+    return _write_all(fd, scratch, padded, position)
+
+
+@helper
+def _store(task: Any, scratch: Any, room: Any) -> Any:
+    runs = words_at(task[L.TASK_RUN_TABLE])
+    lengths = words_at(task[L.TASK_LENGTHS])
+    outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    for run in range(task[L.TASK_RUNS]):
+        fd = np.int32(runs[L.RUN_COLUMNS * run])
+        mode = runs[L.RUN_COLUMNS * run + 1]
+        block = runs[L.RUN_COLUMNS * run + 2]
+        last = block + runs[L.RUN_COLUMNS * run + 3]
+        error = np.int64(0)
+        single = False
+        while block < last and error == 0:
+            end, size = block, np.int64(0)
+            while end < last and (end == block or size + lengths[end] <= task[L.TASK_CHUNK]):
+                _checksum(task, end, task[L.TASK_CHECKSUMS] + end * _CHECKSUM)
+                size += lengths[end]
+                end += 1
+                if single:
+                    break
+            if mode == L.BOUNCE:
+                error = _bounce_write(task, fd, block, end, scratch, room)
+            else:
+                error = _scatter_write(task, fd, block, end)
+            if error == 0:
+                for done in range(block, end):
+                    outcomes[done] = _OK
+                block = end
+            elif error in (_ENOSPC, _EDQUOT) and not single and end > block + 1:
+                # What there is room for is kept.
+                single = True
+                error = np.int64(0)
+        if error != 0:
+            if task[L.TASK_ERRNO] == 0:
+                task[L.TASK_ERRNO] = error
+            full = error in (_ENOSPC, _EDQUOT)
+            for lost in range(block, last):
+                outcomes[lost] = _RESERVE if full else _FAILED
+
+
+@helper
+def _cancel(task: Any) -> Any:
+    """Give up a task that has not started."""
+    runs = words_at(task[L.TASK_RUN_TABLE])
+    outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    for run in range(task[L.TASK_RUNS]):
+        first = runs[L.RUN_COLUMNS * run + 2]
+        for block in range(first, first + runs[L.RUN_COLUMNS * run + 3]):
+            outcomes[block] = _CANCELLED
+
+
+@helper
+def _take(context: Any, waits: Any) -> Any:
+    """Wait for a task; returns its address and its lane, loads first."""
+    own = words_at(context)
+    taken = context + 8 * L.THREAD_TAKEN
+    while True:
+        # struct pollfd: descriptor (32 bits), events (16), revents (16).
+        waits[0] = own[L.THREAD_LOADS] | (_POLLIN << 32)
+        waits[1] = own[L.THREAD_STORES] | (_POLLIN << 32)
+        poll(context + 8 * L.THREAD_POLL, np.uint64(own[L.THREAD_LANES]), np.int32(-1))
+        for lane in range(own[L.THREAD_LANES]):
+            got = read(np.int32(own[L.THREAD_LOADS + lane]), taken, np.uint64(8))
+            if got == 8:
+                return words_at(taken)[0], lane
+
+
+@native("int64(int64)")
+def io_thread(context: Any) -> Any:
+    """Work through tasks until a 0 comes.
+
+    Parameters
+    ----------
+    context
+        Address of the thread's words (``io_layout.py``).
+    """
+    own = words_at(context)
+    waits = words_at(context + 8 * L.THREAD_POLL)
+    answer = context + 8 * L.THREAD_ANSWER
+    while True:
+        address, lane = _take(context, waits)
+        if address != 0:
+            task = words_at(address)
+            if words_at(own[L.THREAD_FLAGS])[0] != 0:
+                _cancel(task)
+            elif task[L.TASK_OP] == L.OP_LOAD:
+                _load(task, own[L.THREAD_SCRATCH], own[L.THREAD_ROOM], context + 8 * L.THREAD_SUMS)
+            else:
+                _store(task, own[L.THREAD_SCRATCH], own[L.THREAD_ROOM])
+        words_at(answer)[0] = address
+        while write(np.int32(own[L.THREAD_LOADS_DONE + lane]), answer, np.uint64(8)) != 8:
+            if errno() != _EINTR:
+                break
+        if address == 0:
+            return np.int64(0)

@@ -1,0 +1,56 @@
+"""Tables of 64-bit words that Python fills in and the native I/O threads read."""
+
+from __future__ import annotations
+
+# The words of a task (`lifeboat_cache.store.io_task`).
+TASK_OP = 0
+TASK_RUNS = 1
+TASK_RUN_TABLE = 2
+TASK_STARTS = 3
+TASK_IOV = 4
+TASK_OFFSETS = 5
+TASK_LENGTHS = 6
+TASK_BINDINGS = 7
+TASK_CHECKSUMS = 8
+TASK_OUTCOMES = 9
+TASK_CHUNK = 10
+TASK_ERRNO = 11
+TASK_WORDS = 16
+
+#: Values of ``TASK_OP``.
+OP_LOAD = 1
+OP_STORE = 2
+
+#: Columns of a run: descriptor, mode, first block, number of blocks.
+RUN_COLUMNS = 4
+
+#: Mode of a run whose pieces go straight between the caller's memory and the file.
+SCATTER = 0
+#: Mode of a run that goes through an aligned buffer, because O_DIRECT does not take
+#: the caller's addresses or lengths.
+BOUNCE = 1
+
+#: One system call carries about this much: enough for the device, little enough that
+#: what was just moved is still in the cache when it is hashed.
+CHUNK_BYTES = 4 << 20
+
+# The words that an I/O thread starts with.
+#: Reading ends of the pipes that tasks come from, without blocking. Loads first.
+THREAD_LOADS = 0
+THREAD_STORES = 1
+#: Writing ends of the pipes that finished tasks go to.
+THREAD_LOADS_DONE = 2
+THREAD_STORES_DONE = 3
+#: How many of the two lanes the thread serves.
+THREAD_LANES = 4
+#: Address and bytes of the thread's aligned buffer.
+THREAD_SCRATCH = 5
+THREAD_ROOM = 6
+#: Address of the pool's flags: word 0 is not 0 when tasks are to be cancelled.
+THREAD_FLAGS = 7
+#: Room for a task's address on its way in and out, two ``struct pollfd``, a checksum.
+THREAD_TAKEN = 8
+THREAD_ANSWER = 9
+THREAD_POLL = 10
+THREAD_SUMS = 12
+THREAD_WORDS = 16

@@ -1,0 +1,122 @@
+"""Who does the I/O of a store: native threads once kernels are there, Python until then."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from lifeboat_cache import kernels
+from lifeboat_cache.checksum import ALGORITHM_XXH3
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.store.io_python import execute
+from lifeboat_cache.store.io_task import IoTask
+from lifeboat_cache.store.native_pool import NativePool
+from lifeboat_cache.store.workers import Lane, WorkerPool
+
+__all__ = ["Executor"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: A job is cut into parts of about this many bytes: enough of them to keep every
+#: thread busy with one big job, each big enough for the device.
+_PART_BYTES = 8 << 20
+#: Small jobs are cut finer, but not below this.
+_LEAST_PART_BYTES = 2 << 20
+
+
+class Executor:
+    """Runs I/O tasks, loads before stores, and the planning that leads to them.
+
+    Parameters
+    ----------
+    threads
+        I/O threads.
+    finished
+        Called with finished tasks, on one of several threads. It must not raise.
+    key
+        The integrity key, if there is one.
+    """
+
+    def __init__(
+        self, threads: int, finished: Callable[[list[IoTask]], None], key: bytes | None = None
+    ) -> None:
+        self._threads = max(1, threads)
+        self._finished = finished
+        self._key = key
+        self._python = WorkerPool(threads)
+        self._native: NativePool | None = None
+        self._lock = threading.Lock()
+        self._cancelling = False
+        self._failed = False
+
+    @property
+    def native(self) -> bool:
+        """Whether native threads do what they can."""
+        return self._native is not None
+
+    def upgrade(self) -> None:
+        """Start the native threads if the kernels are there and they do not run yet."""
+        if self._native is not None or self._failed or not kernels.ready():
+            return
+        try:
+            pool = NativePool(self._threads, self._finished)
+        except OSError as exc:  # no descriptors, no threads: Python goes on doing it
+            self._failed = True
+            _log.warning("LifeboatCache: native I/O threads cannot be started (%s)", exc)
+            return
+        with self._lock:
+            pool.cancel(self._cancelling)
+            self._native = pool
+
+    def part_bytes(self, total: int) -> int:
+        """Size of the parts into which a job of ``total`` bytes is cut."""
+        return min(max(total // self._threads, _LEAST_PART_BYTES), _PART_BYTES)
+
+    def plan(self, lane: Lane, work: Callable[[], None]) -> None:
+        """Run something that needs Python, on a background thread. It must not raise."""
+        self._python.submit(lane, [work])
+
+    def submit(self, tasks: Sequence[IoTask]) -> None:
+        """Run I/O tasks."""
+        with self._lock:
+            native = self._native
+        fast = [t for t in tasks if native is not None and _native_can(t)]
+        if native is not None and fast:
+            native.submit(fast)
+        for task in tasks:
+            if native is None or not _native_can(task):
+                self._python.submit(task.kind, [partial(self._execute, task)])
+
+    def _execute(self, task: IoTask) -> None:
+        if self._cancelling:
+            task.outcomes[:] = Outcome.CANCELLED
+        else:
+            try:
+                execute(task, self._key)
+            except Exception:  # a fault of ours: the part fails, the engine goes on
+                _log.exception("LifeboatCache: a %s failed; please report this", task.kind)
+                task.outcomes[:] = Outcome.FAILED
+        self._finished([task])
+
+    def cancel(self, wanted: bool) -> None:
+        """Whether tasks that have not started end as ``CANCELLED``."""
+        with self._lock:
+            self._cancelling = wanted
+            if self._native is not None:
+                self._native.cancel(wanted)
+
+    def stop(self, *, quiet: bool) -> None:
+        """Let the threads end; those in the middle of I/O that hangs are left behind."""
+        self._python.stop()
+        with self._lock:
+            native, self._native = self._native, None
+        if native is not None and quiet:
+            native.stop()
+
+
+def _native_can(task: IoTask) -> bool:
+    return bool(np.all(task.algorithms == ALGORITHM_XXH3))

@@ -1,0 +1,123 @@
+"""One part of a job as plain arrays, which an I/O thread works through without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.kernels import io_layout as layout
+
+__all__ = ["IoTask", "cut", "gather_pieces"]
+
+
+def gather_pieces(
+    buffers: BlockBuffers, blocks: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """Pieces of some blocks of a batch, in that order.
+
+    Returns
+    -------
+    iov
+        uint64 ``(n_pieces, 2)``: address and length in bytes, as ``struct iovec``.
+    starts
+        int64 ``(len(blocks) + 1,)``: pieces of block ``i`` are ``starts[i]:starts[i + 1]``.
+    """
+    first = buffers.starts[blocks]
+    counts = buffers.starts[blocks + 1] - first
+    starts = np.zeros(blocks.shape[0] + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    at = np.repeat(first - starts[:-1], counts) + np.arange(starts[-1], dtype=np.int64)
+    iov = np.empty((at.shape[0], 2), dtype=np.uint64)
+    iov[:, 0] = buffers.addresses[at]
+    iov[:, 1] = buffers.lengths[at]
+    return iov, starts
+
+
+def cut(sizes: npt.NDArray[np.int64], part_bytes: int) -> list[tuple[int, int]]:
+    """Cut blocks into consecutive parts of about ``part_bytes``; returns ``[first, last)``."""
+    if not sizes.shape[0]:
+        return []
+    ends = np.cumsum(sizes)
+    # Each block belongs to the part in which its middle lies.
+    part = (ends - (sizes + 1) // 2) // part_bytes
+    starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist()
+    return list(zip(starts, [*starts[1:], int(sizes.shape[0])], strict=True))
+
+
+@dataclass(eq=False)
+class IoTask:
+    """Blocks to read and verify, or to hash and write.
+
+    Attributes
+    ----------
+    kind
+        ``"load"`` or ``"store"``.
+    blocks
+        int64 ``(n,)``: which blocks of the job's batch these are, in the order of their
+        places.
+    runs
+        int64 ``(n_runs, 4)``: descriptor, ``SCATTER`` or ``BOUNCE``, first block (of this
+        task), number of blocks. The blocks of a run lie one after the other in one file.
+    offsets, lengths
+        int64 ``(n,)``: where each block's bytes begin in its file and how many they are.
+    iov, starts
+        The caller's memory; see :func:`gather_pieces`.
+    bindings
+        uint8 ``(n, 96)``: what the checksums are bound to.
+    checksums
+        uint8 ``(n, 16)``: expected (load) or to be filled in (store).
+    algorithms
+        uint8 ``(n,)``: algorithm of each checksum.
+    outcomes
+        uint8 ``(n,)`` of :class:`Outcome`, filled in.
+    holds
+        What has to stay alive meanwhile: open files, the caller's memory.
+    job, detail
+        Whatever the submitter wants to find again.
+    errno
+        First error number met, 0 if none.
+    """
+
+    kind: Literal["load", "store"]
+    blocks: npt.NDArray[np.int64]
+    runs: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    iov: npt.NDArray[np.uint64]
+    starts: npt.NDArray[np.int64]
+    bindings: npt.NDArray[np.uint8]
+    checksums: npt.NDArray[np.uint8]
+    algorithms: npt.NDArray[np.uint8]
+    outcomes: npt.NDArray[np.uint8]
+    holds: Sequence[Any] = ()
+    job: Any = None
+    detail: Any = None
+    errno: int = 0
+    words: npt.NDArray[np.int64] = field(init=False)
+
+    def address(self) -> int:
+        """Lay the task out for the native threads; returns where it begins."""
+        words = np.zeros(layout.TASK_WORDS, dtype=np.int64)
+        words[layout.TASK_OP] = layout.OP_LOAD if self.kind == "load" else layout.OP_STORE
+        words[layout.TASK_RUNS] = self.runs.shape[0]
+        for at, array in (
+            (layout.TASK_RUN_TABLE, self.runs),
+            (layout.TASK_STARTS, self.starts),
+            (layout.TASK_IOV, self.iov),
+            (layout.TASK_OFFSETS, self.offsets),
+            (layout.TASK_LENGTHS, self.lengths),
+            (layout.TASK_BINDINGS, self.bindings),
+            (layout.TASK_CHECKSUMS, self.checksums),
+            (layout.TASK_OUTCOMES, self.outcomes),
+        ):
+            if not array.flags.c_contiguous:
+                raise ValueError("the arrays of a task have to be contiguous")
+            words[at] = array.ctypes.data
+        words[layout.TASK_CHUNK] = layout.CHUNK_BYTES
+        self.words = words
+        return int(words.ctypes.data)

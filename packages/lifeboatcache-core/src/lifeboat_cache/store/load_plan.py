@@ -1,0 +1,217 @@
+"""From keys to reads: where the blocks of a load lie, and in which parts they are read."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.batch import BlockBatch
+from lifeboat_cache.checksum import Binding
+from lifeboat_cache.errors import FormatError, NewerFormatError
+from lifeboat_cache.index import Index
+from lifeboat_cache.index_answers import Gathered
+from lifeboat_cache.kernels import io_layout as layout
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces
+from lifeboat_cache.targets.base import OpenFile, TargetReader
+from lifeboat_cache.targets.direct import ALIGNMENT
+
+__all__ = ["Places", "plan_load", "runs_of", "ways"]
+
+#: What a vanished file looks like. ESTALE: deleted by another NFS client.
+_GONE = frozenset({errno.ENOENT, errno.ESTALE})
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which records a load task reads, one row per block of the task."""
+
+    keys: npt.NDArray[np.uint8]
+    writers: npt.NDArray[Any]
+    segments: npt.NDArray[Any]
+    slots: npt.NDArray[Any]
+
+    def __getitem__(self, rows: Any) -> Places:
+        return Places(self.keys[rows], self.writers[rows], self.segments[rows], self.slots[rows])
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Writer, segment and slot of each."""
+        return zip(self.writers.tolist(), self.segments.tolist(), self.slots.tolist(), strict=True)
+
+
+def plan_load(
+    batch: BlockBatch,
+    keys: npt.NDArray[np.uint8],
+    index: Index,
+    reader: TargetReader,
+    binding: Binding,
+    part_bytes: int,
+) -> tuple[npt.NDArray[np.uint8], list[IoTask], list[tuple[npt.NDArray[np.int64], Places]]]:
+    """Plan a load.
+
+    Returns
+    -------
+    outcomes
+        uint8 ``(n,)``: final for what is not read, ``PENDING`` for the rest.
+    tasks
+        Reads; ``task.detail`` holds the :class:`Places` of its blocks.
+    unreadable
+        Blocks (by number) whose file cannot be used, and their places.
+    """
+    found = index.gather(keys)
+    sizes = batch.buffers.sizes()
+    outcomes = np.full(len(batch), Outcome.PENDING, dtype=np.uint8)
+    fits = (
+        found.found
+        & (found.raw_length == sizes)
+        & (found.stored_length == sizes)
+        & (found.layout == np.uint64(batch.layout))
+    )
+    outcomes[~found.found] = Outcome.MISSING
+    outcomes[found.found & ~fits] = Outcome.MISMATCH
+    wanted = np.flatnonzero(fits)
+    order = np.lexsort((found.offset[wanted], found.segment[wanted], found.writer[wanted]))
+    wanted = wanted[order]
+    tasks: list[IoTask] = []
+    unreadable: list[tuple[npt.NDArray[np.int64], Places]] = []
+    if not wanted.shape[0]:
+        return outcomes, tasks, unreadable
+    files, which = _open_files(found, wanted, index, reader, outcomes)
+    usable = which >= 0
+    lost = wanted[~usable]
+    if lost.shape[0]:
+        unreadable.append((lost, _places(keys, found, lost)))
+    wanted, which = wanted[usable], which[usable]
+    for algorithm in np.unique(found.algorithm[wanted]).tolist():
+        mine = found.algorithm[wanted] == algorithm
+        tasks += _reads(
+            batch, keys, found, wanted[mine], files, which[mine], binding, algorithm, part_bytes
+        )
+    return outcomes, tasks, unreadable
+
+
+def _places(keys: npt.NDArray[np.uint8], found: Gathered, rows: npt.NDArray[np.int64]) -> Places:
+    return Places(keys[rows], found.writer[rows], found.segment[rows], found.slot[rows])
+
+
+def _open_files(
+    found: Gathered,
+    wanted: npt.NDArray[np.int64],
+    index: Index,
+    reader: TargetReader,
+    outcomes: npt.NDArray[np.uint8],
+) -> tuple[list[OpenFile], npt.NDArray[np.int64]]:
+    """Open files, and for each wanted block the number of its file or -1."""
+    writers, segments = found.writer[wanted], found.segment[wanted]
+    changes = (writers[1:] != writers[:-1]) | (segments[1:] != segments[:-1])
+    starts = np.flatnonzero(np.concatenate(([True], changes))).tolist()
+    files: list[OpenFile] = []
+    which = np.full(wanted.shape[0], -1, dtype=np.int64)
+    for first, last in zip(starts, [*starts[1:], wanted.shape[0]], strict=True):
+        try:
+            file = reader.open_segment(index.writer_id(int(writers[first])), int(segments[first]))
+        except NewerFormatError:  # not ours to judge
+            outcomes[wanted[first:last]] = Outcome.MISSING
+        except FormatError:
+            outcomes[wanted[first:last]] = Outcome.CORRUPT
+        except OSError as exc:
+            gone = exc.errno in _GONE
+            outcomes[wanted[first:last]] = Outcome.MISSING if gone else Outcome.FAILED
+        else:
+            which[first:last] = len(files)
+            files.append(file)
+    return files, which
+
+
+def _reads(
+    batch: BlockBatch,
+    keys: npt.NDArray[np.uint8],
+    found: Gathered,
+    blocks: npt.NDArray[np.int64],
+    files: list[OpenFile],
+    which: npt.NDArray[np.int64],
+    binding: Binding,
+    algorithm: int,
+    part_bytes: int,
+) -> list[IoTask]:
+    """Tasks that read blocks in the order of their places."""
+    descriptors, mode = ways(files, batch.buffers.aligned(ALIGNMENT))
+    descriptors, mode = descriptors[which], mode[which]
+    offsets = found.offset[blocks].astype(np.int64)
+    lengths = found.stored_length[blocks].astype(np.int64)
+    bindings = binding.pack_batch(
+        keys[blocks],
+        found.layout[blocks],
+        found.raw_length[blocks],
+        found.stored_length[blocks],
+        found.codec[blocks],
+        algorithm,
+    )
+    checksums = np.ascontiguousarray(found.payload_checksum[blocks])
+    iov, starts = gather_pieces(batch.buffers, blocks)
+    places = _places(keys, found, blocks)
+    ends = offsets + lengths
+    ends = np.where(mode == layout.BOUNCE, -(-ends // ALIGNMENT) * ALIGNMENT, ends)
+    breaks = np.ones(blocks.shape[0], dtype=bool)
+    breaks[1:] = (
+        (descriptors[1:] != descriptors[:-1]) | (mode[1:] != mode[:-1]) | (offsets[1:] != ends[:-1])
+    )
+    tasks = []
+    for first, last in cut(lengths, part_bytes):
+        part = slice(first, last)
+        pieces = slice(int(starts[first]), int(starts[last]))
+        tasks.append(
+            IoTask(
+                kind="load",
+                blocks=blocks[part],
+                runs=runs_of(descriptors[part], mode[part], breaks[part]),
+                offsets=offsets[part],
+                lengths=lengths[part],
+                iov=iov[pieces],
+                starts=starts[first : last + 1] - starts[first],
+                bindings=bindings[part],
+                checksums=checksums[part],
+                algorithms=np.full(last - first, algorithm, dtype=np.uint8),
+                outcomes=np.full(last - first, Outcome.PENDING, dtype=np.uint8),
+                holds=(
+                    [files[number] for number in np.unique(which[part]).tolist()],
+                    batch.buffers.owner,
+                ),
+                detail=places[part],
+            )
+        )
+    return tasks
+
+
+def ways(
+    files: Sequence[OpenFile], aligned: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Descriptor and mode to use for each file, given how the caller's memory lies."""
+    direct = np.array([file.direct_fd >= 0 for file in files], dtype=bool)
+    descriptors = np.array(
+        [file.direct_fd if file.direct_fd >= 0 else file.fd for file in files], dtype=np.int64
+    )
+    modes = np.where(direct & (not aligned), layout.BOUNCE, layout.SCATTER)
+    return descriptors, modes
+
+
+def runs_of(
+    descriptors: npt.NDArray[np.int64],
+    modes: npt.NDArray[np.int64],
+    breaks: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """Table of runs of a task; a run starts at each break and at the first block."""
+    starts = np.flatnonzero(breaks)
+    if not starts.shape[0] or starts[0]:
+        starts = np.concatenate(([0], starts))
+    runs = np.empty((starts.shape[0], layout.RUN_COLUMNS), dtype=np.int64)
+    runs[:, 0] = descriptors[starts]
+    runs[:, 1] = modes[starts]
+    runs[:, 2] = starts
+    runs[:, 3] = np.diff(starts, append=descriptors.shape[0])
+    return runs

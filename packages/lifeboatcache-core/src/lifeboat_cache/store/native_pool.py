@@ -1,0 +1,202 @@
+"""I/O threads that never need the interpreter."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.kernels import io_layout as layout
+from lifeboat_cache.store.io_task import IoTask
+
+__all__ = ["NativePool"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: Bytes of a thread's aligned buffer. It takes memory only once it is used.
+_SCRATCH_BYTES = 4 << 20
+
+#: Tasks handed to the threads and not finished. A pipe of 64 KiB holds 8,192 addresses,
+#: so that neither side ever waits for room in one.
+_MOST_TASKS = 4096
+
+#: Seconds that an interpreter which ends waits for system calls under way.
+_EXIT_WAIT_S = 2.0
+
+#: Finished tasks taken in one go.
+_BATCH = 512
+
+_LOAD, _STORE = 0, 1
+
+#: What ends a thread in place of a task's address.
+_END = bytes(8)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NativePool:
+    """Threads in machine code that take tasks from pipes, loads before stores.
+
+    A thread of Python would have to win the interpreter lock after every system call,
+    which takes up to 5 ms beside an engine that computes in Python. These threads
+    hold no reference to anything of Python; the pool keeps what they use alive.
+
+    Parameters
+    ----------
+    threads
+        How many. At most half of them store at a time (at least one), so that a load
+        does not queue behind a burst of stores.
+    finished
+        Called with the finished tasks of one lane, several at a time where
+        several are ready, on a Python thread per lane. It must not raise.
+    """
+
+    def __init__(self, threads: int, finished: Callable[[list[IoTask]], None]) -> None:
+        from lifeboat_cache.kernels.io import io_thread  # ready() has been asked
+
+        self._finished = finished
+        self._tasks: dict[int, IoTask] = {}
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._flags = np.zeros(1, dtype=np.int64)
+        self._into: list[int] = []
+        self._out: list[int] = []
+        self._from: list[int] = []
+        self._done: list[int] = []
+        self._contexts: list[npt.NDArray[np.int64]] = []
+        self._scratch: list[npt.NDArray[np.uint8]] = []
+        self._running = 0
+        self._pid = os.getpid()
+        for _ in (_LOAD, _STORE):
+            for outs, ins in ((self._from, self._into), (self._out, self._done)):
+                taking, giving = os.pipe2(os.O_CLOEXEC)
+                outs.append(taking)
+                ins.append(giving)
+            # All threads look when a task comes, and one of them gets it.
+            os.set_blocking(self._from[-1], False)
+        count = max(1, threads)
+        storing = max(1, count // 2)
+        for number in range(count):
+            scratch = np.frombuffer(mmap.mmap(-1, _SCRATCH_BYTES), dtype=np.uint8)
+            context = np.zeros(layout.THREAD_WORDS, dtype=np.int64)
+            context[layout.THREAD_LOADS : layout.THREAD_LOADS + 2] = self._from
+            context[layout.THREAD_LOADS_DONE : layout.THREAD_LOADS_DONE + 2] = self._done
+            context[layout.THREAD_LANES] = 2 if number < storing else 1
+            context[layout.THREAD_SCRATCH] = scratch.ctypes.data
+            context[layout.THREAD_ROOM] = _SCRATCH_BYTES
+            context[layout.THREAD_FLAGS] = self._flags.ctypes.data
+            self._scratch.append(scratch)
+            self._contexts.append(context)
+        self._start(io_thread.address)
+        # What the threads use must outlive them, whoever forgets the pool.
+        _alive.add(self)
+        for lane, name in ((_LOAD, "loads"), (_STORE, "stores")):
+            threading.Thread(
+                target=self._complete, args=(lane,), name=f"lifeboat-{name}", daemon=True
+            ).start()
+
+    def _start(self, address: int) -> None:
+        # Signals are the business of the engine's own threads.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            for context in self._contexts:
+                thread = ctypes.c_ulong()
+                error = _libc.pthread_create(
+                    ctypes.byref(thread),
+                    None,
+                    ctypes.c_void_p(address),
+                    ctypes.c_void_p(context.ctypes.data),
+                )
+                if error:
+                    if not self._running:
+                        raise OSError(error, os.strerror(error))
+                    break  # fewer do as well
+                self._running += 1
+                _libc.pthread_setname_np(thread, b"lifeboat-io")
+                _libc.pthread_detach(thread)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def threads(self) -> int:
+        """Threads that run."""
+        return self._running
+
+    def submit(self, tasks: Sequence[IoTask]) -> None:
+        """Hand tasks over. Waits while more than 4,096 are under way."""
+        for task in tasks:
+            address = task.address()
+            with self._room:
+                self._room.wait_for(lambda: len(self._tasks) < _MOST_TASKS)
+                self._tasks[address] = task
+            lane = _LOAD if task.kind == "load" else _STORE
+            os.write(self._into[lane], address.to_bytes(8, sys.byteorder))
+
+    def cancel(self, wanted: bool) -> None:
+        """Whether tasks that have not started end as ``CANCELLED``."""
+        self._flags[0] = wanted
+
+    def quieten(self) -> None:
+        """Start nothing more and wait a little for what is under way."""
+        if self._pid == os.getpid():
+            self.cancel(True)
+            with self._room:
+                self._room.wait_for(lambda: not self._tasks, _EXIT_WAIT_S)
+
+    def _complete(self, lane: int) -> None:
+        """Take finished tasks of one lane until the threads have ended."""
+        while True:
+            data = os.read(self._out[lane], _BATCH * 8)
+            # Writes of 8 bytes to a pipe are atomic, so that no address is torn.
+            addresses = np.frombuffer(data, dtype=np.int64).tolist()
+            ended = addresses.count(0)
+            with self._room:
+                tasks = [self._tasks.pop(address) for address in addresses if address]
+                self._room.notify_all()
+            if tasks:
+                try:
+                    self._finished(tasks)
+                except Exception:  # a fault of ours must not take the thread away
+                    _log.exception("LifeboatCache: completing I/O failed; please report this")
+            del tasks  # they hold the caller's memory
+            if not ended:
+                continue
+            if lane == _STORE:
+                self._release()
+                return
+            self._running -= ended
+            if not self._running:  # now the other lane's
+                os.write(self._done[_STORE], _END)
+                return
+
+    def stop(self) -> None:
+        """Let the threads end. Call it when nothing is under way."""
+        for _ in range(self._running):
+            os.write(self._into[_LOAD], _END)
+
+    def _release(self) -> None:
+        for end in (*self._from, *self._done, *self._into, *self._out):
+            os.close(end)
+        self._scratch.clear()
+        _alive.discard(self)
+
+
+_alive: set[NativePool] = set()
+
+
+def _quieten() -> None:
+    """At the end of the interpreter its memory goes: no thread should be working in it."""
+    for pool in list(_alive):
+        pool.quieten()
+
+
+atexit.register(_quieten)
