@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from lifeboat_cache.config import load_config
@@ -106,7 +109,7 @@ def test_a_store_and_an_agent_over_http(
     attach(store, lambda: {"engine": "vllm", "model": 'a "model"\n', "served_tokens": 640})
     driver.store(range(5))
     driver.load(range(7))
-    publisher.tick()
+    publisher.publish()
     facts = TargetFacts(
         "local", "/kv", 5, 10, 20, 3, 4, counters={"evicted_blocks": 2, "janitor_seconds": 0.5}
     )
@@ -141,6 +144,26 @@ def test_a_store_and_an_agent_over_http(
     assert total(later, "stored_blocks_total", **labels) == 5
     assert total(later, "evicted_blocks_total") == 2
     assert total(later, "processes") == 0
+
+
+def test_prometheus_may_ask_for_its_newer_format(home: Path, port: int, exporter: Exporter) -> None:
+    entry = Registration(home, describe=lambda: counted(5))
+    agent = Registration(home, "agent", describe=lambda: agent_document([TargetFacts("t", "/")]))
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics",
+        headers={"Accept": "application/openmetrics-text; version=1.0.0"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert "openmetrics" in answer.headers["Content-Type"]
+        text = answer.read().decode()
+    found = {
+        sample.name: sample.value
+        for family in openmetrics_families(text)
+        for sample in family.samples
+    }
+    assert found["lifeboat_node_lookups_total"] == 5
+    for one in (entry, agent):
+        one.close()
 
 
 def test_counters_go_on_while_processes_come_and_go(

@@ -549,3 +549,7 @@ def test_nothing_is_there(home: Path) -> None:
     assert fold(home) == 0
     assert total(home) == 0
     assert not home.exists(), "looking makes nothing"
+    write_entry(home, A)
+    before = names(home)
+    assert total(home) == 3
+    assert names(home) == before, "nor does adding up"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -66,6 +68,7 @@ def publish(home: Path) -> Iterator[Callable[..., StorePublisher]]:
 
     def make(store: Any, **options: Any) -> StorePublisher:
         made.append(StorePublisher(store, home, **options))
+        assert made[-1].publish()
         return made[-1]
 
     yield make
@@ -99,7 +102,7 @@ def test_a_store_is_published_as_it_is(
     driver.store(range(5))
     driver.load(range(6))
     driver.lookup(range(7))
-    publisher.tick()
+    publisher.publish()
     found = document(home)
     assert found["kind"] == "store"
     assert found["state"] == "ready"
@@ -139,12 +142,12 @@ def test_counts_stay_where_they_were_shown_as_labels_become_known(
     publisher = publish(store)
     assert groups(home) == {}, "nothing is known, and nothing was counted"
     store.counted.add(lookups=3)
-    publisher.tick()
+    publisher.publish()
     unknown = (("engine", "unknown"), ("namespace", "unknown"), ("target", "none"))
     assert groups(home) == {unknown: {"lookups": 3}}
     store.open(namespace, FilesystemTarget(home / "kv", name="nvme"))
     store.counted.add(lookups=4)
-    publisher.tick()
+    publisher.publish()
     known = (("engine", "test"), ("namespace", namespace.hex[:12]), ("target", "nvme"))
     assert {labels: values["lookups"] for labels, values in groups(home).items()} == {
         unknown: 3,
@@ -173,16 +176,16 @@ def test_what_was_lost_is_recent_for_ten_minutes(
     store = Store()
     publisher = publish(store)
     store.counted.job("store", [1, 6, 6, 8, 9], 100, 1.0)  # ok, full twice, busy, cancelled
-    publisher.tick()
+    publisher.publish()
     assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
     for step in range(60):
         now = start + 10 * (step + 1)
-        publisher.tick()
+        publisher.publish()
         if now - start < RECENT_S:
             assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
     store.counted.job("store", [6], 0, 1.0)
     now = start + RECENT_S + 30
-    publisher.tick()
+    publisher.publish()
     assert document(home)["recent"]["store_dropped"] == {"full": 1}
     assert len(publisher._samples) < 60
 
@@ -198,9 +201,9 @@ def test_an_adapter_adds_its_facts(
         store,
         lambda: {"engine": "vllm", "version": "0.32", "model": "m", "served_tokens": served},
     )
-    publisher.tick()
+    publisher.publish()
     served = 150
-    publisher.tick()
+    publisher.publish()
     found = document(home)
     assert found["engine"] == {"name": "vllm", "version": "0.32", "model": "m"}
     values = groups(home)[
@@ -218,7 +221,7 @@ def test_an_adapter_that_fails_does_not_matter(
     store = Store()
     attach(store, broken)
     publisher = publish(store)
-    publisher.tick()
+    publisher.publish()
     assert publisher.reason == ""
     assert document(home)["state"] == "opening"
 
@@ -239,7 +242,7 @@ def test_where_nothing_can_be_written_it_is_said_once(
     (tmp_path / "file").write_text("")
     publisher = StorePublisher(Store(), tmp_path / "file")
     for _ in range(3):
-        publisher.tick()
+        publisher.publish()
     publisher.close()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
@@ -252,7 +255,7 @@ def test_names_are_cleaned_before_they_are_labels(
     store = Store()
     store.open(namespace, FilesystemTarget(home / "kv"))
     attach(store, lambda: {"engine": 'v"llm\n' + "x" * 100})
-    publish(store).tick()
+    publish(store).publish()
     ((labels, _),) = groups(home).items()
     assert dict(labels)["engine"] == "v_llm_" + "x" * 58
 
@@ -273,3 +276,46 @@ def test_the_agent_publishes_its_targets() -> None:
         "values": {"evicted_blocks": 2},
     }
     assert len(found["reason"]) < 1000
+
+
+def test_a_home_that_does_not_answer_holds_nothing_up(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, hung = threading.Event(), threading.Event()
+    original = os.replace
+
+    def hang(*args: Any) -> None:
+        hung.set()
+        release.wait(60)
+        original(*args)
+
+    monkeypatch.setattr(os, "replace", hang)
+    publisher = StorePublisher(Store(), home)
+    assert hung.wait(60)
+    for _ in range(3):
+        publisher.tick()
+    publisher.close(timeout=0.01)
+    release.set()
+    publisher.close()
+    assert processes(home) == []
+
+
+def test_ticks_are_published(home: Path, publish: Callable[..., StorePublisher]) -> None:
+    store = Store()
+    publisher = publish(store)
+    store.state = State.DISABLED
+    publisher.tick()
+    give_up = time.monotonic() + 60
+    while document(home)["state"] != "disabled":
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_a_store_that_cannot_be_described_goes_on(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = StorePublisher(object(), home)  # type: ignore[arg-type]
+    assert not publisher.publish()
+    assert publisher.reason.startswith("internal error: ")
+    publisher.close()
+    assert len(caplog.records) == 1

@@ -9,6 +9,7 @@ number kills itself in front of that file operation, and ends if there are fewer
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -80,7 +81,7 @@ def main() -> None:
     elif mode == "fold":
         serve(home)
     else:
-        with totals_module._exclusive(home / "run", 1.0) as held:
+        with totals_module._held(home / "run", 1.0, fcntl.LOCK_EX) as held:
             print(held, flush=True)
             signal.pause()
 

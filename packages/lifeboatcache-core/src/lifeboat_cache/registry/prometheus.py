@@ -151,13 +151,16 @@ class _Processes(Collector):
     def __init__(self, home: Path) -> None:
         self._home = home
         self._last: list[Metric] = []
+        self._guard = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
-        try:
-            fold(self._home)
-            found = snapshot(self._home)
-            if found is not None:
-                self._last = families(found)
-        except Exception:  # counters that are gone for a moment look like a restart
-            _log.debug("LifeboatCache: metrics could not be read", exc_info=True)
-        yield from self._last
+        with self._guard:  # what is kept must not be older than what was shown
+            try:
+                fold(self._home)
+                found = snapshot(self._home)
+                if found is not None:
+                    self._last = families(found)
+            except Exception:  # counters that are gone for a moment look like a restart
+                _log.debug("LifeboatCache: metrics could not be read", exc_info=True)
+            shown = self._last
+        yield from shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -33,6 +34,9 @@ _SAMPLE_S = 15.0
 
 class StorePublisher:
     """Publishes a store as long as it is open. No method raises.
+
+    Files are written on a thread of its own: a home directory on a dead mount must not
+    hold up the store, whose data may be elsewhere.
 
     Parameters
     ----------
@@ -65,13 +69,18 @@ class StorePublisher:
         self._counts = Counts()
         self._counted: dict[str, float] = {}
         self._said = False
-        self._registration = Registration(home, role, describe=self.document)
-        self._say()
+        self._role: Role = role
+        self._registration: Registration | None = None
+        self._entered = threading.Event()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="lifeboat-publish", daemon=True)
+        self._thread.start()
 
     @property
     def reason(self) -> str:
-        """Why nothing is published; empty if it is."""
-        return self._registration.reason
+        """Why nothing is published; empty if it is, or has not been tried yet."""
+        return "" if self._registration is None else self._registration.reason
 
     def document(self) -> dict[str, Any]:
         """What is published now."""
@@ -89,15 +98,51 @@ class StorePublisher:
         )
 
     def tick(self) -> None:
-        """Publish; to be called every few seconds."""
-        self._registration.publish()
-        self._say()
+        """Have it published soon; to be called every few seconds. Returns at once."""
+        self._wake.set()
 
-    def close(self) -> None:
-        """Publish for the last time. Idempotent."""
-        self._registration.close()
-        # Without an agent nobody else might tidy up after many short-lived processes.
-        fold(self._home, wait_s=0.0)
+    def publish(self) -> bool:
+        """Publish now; whether that worked."""
+        self._entered.wait()
+        registration = self._registration
+        return registration is not None and registration.publish()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Publish for the last time. Idempotent.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for a home directory that does not answer.
+        """
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout)
+
+    def _work(self) -> None:
+        try:
+            registration = Registration(self._home, self._role, describe=self.document)
+            self._registration = registration
+            self._entered.set()
+            self._say()
+            while not self._closing:
+                self._wake.wait()
+                self._wake.clear()
+                if not self._closing:
+                    registration.publish()
+                    self._say()
+            registration.close()
+            # Without an agent nobody else might tidy up after many short-lived processes.
+            fold(self._home, wait_s=0.0)
+        except Exception:  # a fault of ours: the store goes on
+            _log.exception("LifeboatCache: a store is published no longer; please report this")
+        finally:
+            self._entered.set()
+
+    def _say(self) -> None:
+        if self.reason and not self._said:
+            self._said = True
+            _log.warning("LifeboatCache: `lifeboat-cache status` cannot see this: %s", self.reason)
 
     def _count(self, facts: Mapping[str, Any]) -> None:
         # What was counted before a label was known stays where it was shown: a counter
@@ -111,11 +156,6 @@ class StorePublisher:
             self._counts.add(labels, more)
         for name, value in values.items():
             self._counted[name] = max(value, self._counted.get(name, 0))
-
-    def _say(self) -> None:
-        if self.reason and not self._said:
-            self._said = True
-            _log.warning("LifeboatCache: `lifeboat-cache status` cannot see this: %s", self.reason)
 
     def _recent(self) -> dict[str, Any]:
         """What was lost in the last :data:`RECENT_S` seconds."""

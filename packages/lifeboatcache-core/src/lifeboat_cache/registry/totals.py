@@ -37,7 +37,7 @@ _FORGET_S = 86_400.0
 
 #: Entries are named for so long after their files have gone: a process that was
 #: taken for dead on another machine may write once more.
-_NAMED_S = 3_600.0
+_NAMED_S = 300.0
 
 _TMP_S = 3_600.0
 
@@ -168,7 +168,7 @@ def fold(home: Path, *, wait_s: float = 1.0) -> int:
     """
     directory = run_directory(home)
     try:
-        with _exclusive(directory, wait_s) as held:
+        with _held(directory, wait_s, fcntl.LOCK_EX) as held:
             return _fold(home, directory) if held else 0
     except OSError:
         return 0
@@ -199,10 +199,10 @@ def snapshot(home: Path, *, wait_s: float = 1.0) -> Snapshot | None:
         return Snapshot((), Counts(), Counts())
     with contextlib.ExitStack() as stack:
         try:
-            if not stack.enter_context(_exclusive(directory, wait_s)):
+            if not stack.enter_context(_held(directory, wait_s, fcntl.LOCK_SH)):
                 return None
         except OSError:
-            pass  # a directory that this process cannot write: it adds up what it sees
+            pass  # nobody has folded yet, or it cannot be known: what can be seen is added up
         totals = _read(directory) or _Totals()
         entries = [entry for entry in read_entries(home) if entry.id not in totals.folded]
     now = time.time()
@@ -285,28 +285,30 @@ def _read(directory: Path) -> _Totals | None:
 
 
 @contextlib.contextmanager
-def _exclusive(directory: Path, wait_s: float) -> Iterator[bool]:
-    """Hold the totals, among threads and processes; false if others hold them for too long."""
+def _held(directory: Path, wait_s: float, how: int) -> Iterator[bool]:
+    """Hold the totals, among threads and processes; false if others hold them for too long.
+
+    Who only reads makes no file, which might be one that their owner cannot open.
+    """
+    flags = os.O_CREAT | os.O_RDWR if how == fcntl.LOCK_EX else os.O_RDONLY
     until = time.monotonic() + wait_s
     if not _guard.acquire(timeout=max(0.0, wait_s)):
         yield False
         return
     try:
-        fd = os.open(
-            directory / "totals.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        fd = os.open(directory / "totals.lock", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            yield _lock(fd, until)
+            yield _lock(fd, until, how)
         finally:
             os.close(fd)
     finally:
         _guard.release()
 
 
-def _lock(fd: int, until: float) -> bool:
+def _lock(fd: int, until: float, how: int) -> bool:
     while True:
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(fd, how | fcntl.LOCK_NB)
             return True
         except (BlockingIOError, PermissionError):
             if time.monotonic() >= until:
