@@ -105,6 +105,22 @@ def test_kept_files_are_beside_the_store_and_private(home: Path, no_child: None)
     assert list((kept / "kv").rglob("*.segment"))
 
 
+def test_no_agent_is_started_and_the_kernels_are_those_of_the_engines(
+    home: Path, no_child: None
+) -> None:
+    compiled = home / "kernels" / "a-set" / "io.so"
+    compiled.parent.mkdir(parents=True)
+    compiled.write_bytes(b"machine code")
+    selftest()
+    assert compiled.exists()
+    selftest(keep=True)
+    (kept,) = home.glob(".lifeboat-selftest-*")
+    assert not load_config(kept / "lifeboat.yaml").config.agent.autostart
+    assert (kept / "home" / "kernels" / "a-set" / "io.so").read_bytes() == b"machine code"
+    assert not list((kept / "home").glob("agent*"))
+    assert os.listdir(home / "kernels") == ["a-set"]
+
+
 def test_a_store_that_is_there_is_not_touched(home: Path, no_child: None) -> None:
     (home / "kv").mkdir(parents=True)
     selftest(keep=True)

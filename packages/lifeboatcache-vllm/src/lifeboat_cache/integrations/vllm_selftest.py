@@ -38,6 +38,7 @@ from lifeboat_cache.integrations.vllm_selftest_engine import (
 from lifeboat_cache.integrations.vllm_selftest_place import (
     KeptLog,
     environment,
+    make_home,
     scratch_parent,
     write_config,
 )
@@ -405,8 +406,7 @@ def _run_in(scratch: Path, config: Config, tier: Tier, *, same: bool, keep: bool
     write_config(scratch, config, tier, same)
     log = KeptLog()
     variables = {
-        # Whatever an engine leaves in its home directory stays out of the user's.
-        "LIFEBOAT_CACHE_HOME": str(scratch / "home"),
+        "LIFEBOAT_CACHE_HOME": str(make_home(scratch)),
         "LIFEBOAT_CACHE_CONFIG": None,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }

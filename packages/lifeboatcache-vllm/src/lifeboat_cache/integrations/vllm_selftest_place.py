@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lifeboat_cache.config import Config, Tier
+from lifeboat_cache.config.paths import home_directory
 
-__all__ = ["KeptLog", "environment", "scratch_parent", "write_config"]
+__all__ = ["KeptLog", "environment", "make_home", "scratch_parent", "write_config"]
 
 
 class KeptLog(logging.Handler):
@@ -78,6 +79,21 @@ def scratch_parent(tier: Tier, config: Config) -> tuple[Path, bool]:
     return Path(tempfile.gettempdir()), False
 
 
+def make_home(scratch: Path) -> Path:
+    """Make a home directory in which the compiled kernels of the user's are.
+
+    Whatever an engine leaves in its home stays out of the user's, and yet what is
+    tested is the I/O that engines do.
+    """
+    home = scratch / "home"
+    home.mkdir(mode=0o700)
+    with contextlib.suppress(ValueError):  # there is no home directory
+        kernels = home_directory(os.environ) / "kernels"
+        if kernels.is_dir():
+            (home / "kernels").symlink_to(kernels)
+    return home
+
+
 def write_config(scratch: Path, config: Config, tier: Tier, same: bool) -> None:
     """Write ``lifeboat.yaml``: a tier of its own, used as the configured one is.
 
@@ -104,6 +120,8 @@ def write_config(scratch: Path, config: Config, tier: Tier, same: bool) -> None:
             "fallback_local": {"enabled": False},
         },
         "engine": {"io_workers": config.engine.io_workers},
+        # It would outlive the directory.
+        "agent": {"autostart": False},
     }
     file = scratch / "lifeboat.yaml"
     file.touch(mode=0o600)
