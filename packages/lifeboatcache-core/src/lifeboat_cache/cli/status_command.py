@@ -79,9 +79,26 @@ def _targets(found: Snapshot, config: Config) -> list[Mapping[str, Any]]:
         [item for item in facts if isinstance(item, dict)] if isinstance(facts, list) else []
     )
     if known:
-        return known
+        return [_completed(item) for item in known]
     measured = (_measured(FilesystemTarget.from_tier(tier)) for tier in config.storage.places)
     return [item for item in measured if item is not None]
+
+
+def _completed(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A target of the agent's; measured here if the agent has not done so yet."""
+    location, reserve = facts.get("location"), facts.get("reserve_bytes")
+    if facts.get("used_bytes") is not None or facts.get("problem"):
+        return facts
+    if not isinstance(location, str) or not isinstance(reserve, int):
+        return facts
+    capacity = facts.get("capacity_bytes")
+    target = FilesystemTarget(
+        Path(location),
+        name=str(facts.get("name")),
+        capacity=capacity if isinstance(capacity, int) else None,
+        reserve=reserve,
+    )
+    return _measured(target) or facts
 
 
 def _measured(target: FilesystemTarget) -> dict[str, Any] | None:
