@@ -16,6 +16,7 @@ from agents import CLI, Start, agent_home, engines, gone, running, until
 
 from lifeboat_cache.agent import AgentState, agent_status, ensure_agent
 from lifeboat_cache.agent import starter as starter_module
+from lifeboat_cache.agent import status as status_module
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.registry import processes
 
@@ -104,6 +105,21 @@ def test_it_does_not_take_over_the_engines_environment(home: Path) -> None:
     assert kept["LIFEBOAT_CACHE_CONFIG"] == "/c.yaml"
 
 
+def test_variables_of_the_configuration_reach_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lifeboat_cache.agent.environment import child_environment
+
+    (tmp_path / "base.yaml").write_text("storage: {fallback_local: {path: '${SCRATCH}/kv'}}\n")
+    (tmp_path / "c.yaml").write_text("extends: base.yaml\n")
+    environ = {"SCRATCH": "/s", "OTHER": "o", "LIFEBOAT_CACHE_CONFIG": "c.yaml"}
+    monkeypatch.chdir(tmp_path)
+    kept = child_environment(environ, home, None)
+    # The engine may be anywhere, the agent is in /.
+    assert kept["LIFEBOAT_CACHE_CONFIG"] == str(tmp_path / "c.yaml")
+    assert set(kept) == {"SCRATCH", "LIFEBOAT_CACHE_CONFIG", "LIFEBOAT_CACHE_HOME"}
+
+
 def test_blocked_signals_of_the_engine_do_not_make_it_deaf(home: Path) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
@@ -115,8 +131,11 @@ def test_blocked_signals_of_the_engine_do_not_make_it_deaf(home: Path) -> None:
     until(lambda: gone(pid), "its end")
 
 
-def test_home_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_home_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr(starter_module, "_said", {})
     status = ensure_agent(tmp_path / "file" / "home")
     assert status.state is AgentState.FAILED
     assert "LIFEBOAT_CACHE_HOME" in status.reason
@@ -149,16 +168,20 @@ def test_no_process_can_be_made(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "Resource temporarily unavailable" in status.reason
 
 
-def test_it_is_not_started_again_and_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_started_again_and_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    states = [ensure_agent(home).state for _ in range(starter_module._MOST_STARTS + 3)]
-    assert (
-        states[: starter_module._MOST_STARTS] == [AgentState.FAILED] * starter_module._MOST_STARTS
-    )
-    assert set(states[starter_module._MOST_STARTS :]) == {AgentState.BACKOFF}
-    # Some time later it is.
-    later = starter_module.clock() + 601
-    monkeypatch.setattr(starter_module, "clock", lambda: later)
+    monkeypatch.setattr(starter_module, "_said", {})
+    most = status_module.MOST_STARTS
+    states = [ensure_agent(home).state for _ in range(most + 3)]
+    assert states == [AgentState.FAILED] * most + [AgentState.BACKOFF] * 3
+    # Who asks is told, and the log is not filled.
+    assert f"{most} times" in agent_status(home).reason
+    assert caplog.text.count("cannot be started") == caplog.text.count(f"{most} times") == 1
+    # Some time later it is tried again.
+    later = status_module.clock() + status_module.STARTS_S + 1
+    monkeypatch.setattr(status_module, "clock", lambda: later)
     assert ensure_agent(home).state is AgentState.FAILED
 
 

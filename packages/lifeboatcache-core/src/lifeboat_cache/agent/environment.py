@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from lifeboat_cache.config import load_config
 from lifeboat_cache.config.paths import ENV_CONFIG, ENV_HOME
+from lifeboat_cache.errors import ConfigError
 
 __all__ = ["child_environment"]
 
@@ -35,6 +39,9 @@ _KEPT = frozenset(
 _KEPT_PREFIXES = ("LIFEBOAT_CACHE", "LC_", "NUMBA_")
 
 
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)")
+
+
 def child_environment(
     environ: Mapping[str, str], home: Path, config: Path | None
 ) -> dict[str, str]:
@@ -49,12 +56,24 @@ def child_environment(
     config
         The configuration file, for ``LIFEBOAT_CACHE_CONFIG``; ``None`` leaves that as it is.
     """
+    names = _KEPT | _used_by(config, environ)
     kept = {
         name: value
         for name, value in environ.items()
-        if name in _KEPT or name.startswith(_KEPT_PREFIXES)
+        if name in names or name.startswith(_KEPT_PREFIXES)
     }
     kept[ENV_HOME] = str(home)
-    if config is not None:
-        kept[ENV_CONFIG] = str(config)
+    named = str(config) if config is not None else kept.get(ENV_CONFIG, "")
+    if named:
+        # The agent is in another directory.
+        kept[ENV_CONFIG] = named if named.startswith(("~", "$")) else os.path.abspath(named)
     return kept
+
+
+def _used_by(config: Path | None, environ: Mapping[str, str]) -> set[str]:
+    """Variables that the configuration refers to."""
+    try:
+        files = load_config(config, environ).files
+        return {name for file in files for name in _VARIABLE.findall(file.read_text())}
+    except (ConfigError, OSError, ValueError):
+        return set()  # the agent says what is wrong with it

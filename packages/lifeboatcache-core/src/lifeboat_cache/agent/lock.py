@@ -140,6 +140,11 @@ class AgentLock:
         """Whether the file is still the one that others find."""
         return self._fd >= 0 and _same(self._path, self._fd)
 
+    def touch(self) -> None:
+        """Show that its holder lives, where nothing can be written any more."""
+        with contextlib.suppress(OSError):
+            os.utime(self._fd)
+
     def release(self) -> None:
         """Let go. Idempotent."""
         if self._fd >= 0:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lifeboat_cache import kernels
 from lifeboat_cache.agent.caretaker import Caretaker
 from lifeboat_cache.agent.exits import Exit
 from lifeboat_cache.agent.kernel_build import KernelBuild
@@ -44,6 +45,9 @@ _LOOK_S = 2.0
 
 #: How often the counts of processes that have ended are added up, in seconds.
 _FOLD_S = 30.0
+
+#: From so many blocks on the agent uses compiled kernels itself.
+_MANY_BLOCKS = 20_000
 
 #: How long the end may take, in seconds: whatever a pass is doing can be cut off.
 _END_S = 1.0
@@ -91,6 +95,7 @@ class Agent:
             os.set_blocking(fd, False)
         self._signal = 0
         self._exporter: Exporter | None = None
+        self._kernels_asked = False
         self._exported: Telemetry | None = None
         self._exporter_problem = ""
         self._registration: Registration | None = None
@@ -141,9 +146,13 @@ class Agent:
         return document
 
     def _publish(self) -> None:
-        with self._publishing, contextlib.suppress(OSError):
-            if self._lock.is_current():
+        with self._publishing:
+            if not self._lock.is_current():
+                return
+            try:
                 replace_json(self._places.document, self._document())
+            except OSError:  # a full disk, most likely, on which this agent is making room
+                self._lock.touch()
 
     def _beat(self) -> None:
         """The heart: independent of whatever the rest is stuck in."""
@@ -211,7 +220,7 @@ class Agent:
                 return f"no engine has been there for {self._lease_s:g} s"
             self._config.look()
             self._look_after(engines)
-            self._kernels.look()
+            self._look_at_kernels()
             self._export()
             if clock() - folded >= _FOLD_S:
                 folded = clock()
@@ -260,6 +269,15 @@ class Agent:
             elif not any(item.path == path for item in self._leaving):
                 _log.info("looks after %s", path)
                 self._caretakers[path] = Caretaker(target)
+
+    def _look_at_kernels(self) -> None:
+        self._kernels.look()
+        if self._kernels.state != "ready" or self._kernels_asked:
+            return
+        if any((item.facts().blocks or 0) >= _MANY_BLOCKS for item in self._caretakers.values()):
+            # Worth the memory: journals of many records are checked much faster.
+            self._kernels_asked = True
+            kernels.load(self._places.home)
 
     def _export(self) -> None:
         """Serve metrics as the configuration says; whatever goes wrong, the rest goes on."""

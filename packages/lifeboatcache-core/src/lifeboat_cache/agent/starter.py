@@ -20,13 +20,15 @@ from lifeboat_cache.agent.kernel_build import begin_build
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.agent.status import (
     HUNG_AFTER_S,
+    STARTS_S,
     AgentState,
     AgentStatus,
     clock,
+    recent_starts,
     status_at,
 )
 from lifeboat_cache.agent.stopping import stop_agent
-from lifeboat_cache.registry.files import read_json, replace_json
+from lifeboat_cache.registry.files import replace_json
 from lifeboat_cache.version import __version__
 
 __all__ = ["LEASE_S", "ensure_agent", "start_lock"]
@@ -35,10 +37,6 @@ _log = logging.getLogger("lifeboat_cache")
 
 #: The agent ends so many seconds after the last engine.
 LEASE_S = 60.0
-
-#: After so many starts within this time nobody starts it again.
-_MOST_STARTS = 5
-_STARTS_S = 600.0
 
 #: How long an agent of an older release may take to end.
 _STOP_S = 10.0
@@ -49,7 +47,16 @@ _START_S = 60.0
 # One start at a time in this process, for its threads share its locks.
 _guard = threading.Lock()
 _asked_for_kernels: list[bool] = []
-_said: dict[str, float] = {}
+_said: dict[AgentState, float] = {}
+
+
+def _after_fork() -> None:
+    """In a forked child: the thread that held it stayed with the parent."""
+    global _guard
+    _guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def ensure_agent(
@@ -95,7 +102,7 @@ def ensure_agent(
                     _log.info("LifeboatCache: an agent of release %s makes room", status.core)
                     stop_agent(places, status, _STOP_S)
                     status = status_at(places, hung_after_s)
-                if not status.alive:
+                if not status.alive and status.state is not AgentState.BACKOFF:
                     status = _start(places, config_path, lease_s, status)
         finally:
             _guard.release()
@@ -111,7 +118,7 @@ def ensure_agent(
             f"the agent cannot be started: {type(error).__name__}: {error}: please report this",
         )
     if status.state in (AgentState.FAILED, AgentState.BACKOFF):
-        _say(status.reason)
+        _say(status)
     return status
 
 
@@ -141,19 +148,7 @@ def start_lock(places: AgentPlaces) -> Iterator[bool]:
 def _start(
     places: AgentPlaces, config: Path | None, lease_s: float, found: AgentStatus
 ) -> AgentStatus:
-    starts = [then for then in _starts(places) if 0 <= clock() - then < _STARTS_S]
-    if len(starts) >= _MOST_STARTS:
-        wait = _STARTS_S - (clock() - starts[0])
-        return AgentStatus(
-            AgentState.BACKOFF,
-            f"the agent has ended unexpectedly {len(starts)} times within "
-            f"{_STARTS_S / 60:.0f} minutes and is not started for {wait:.0f} s: "
-            f"see {places.log}",
-            found.pid,
-            found.age,
-            found.document,
-        )
-    replace_json(places.history, {"starts": [*starts, clock()]})
+    replace_json(places.history, {"starts": [*recent_starts(places), clock()]})
     if found.state in (AgentState.DIED, AgentState.HUNG):
         _log.info("LifeboatCache: %s; another is started", found.reason)
     arguments = ["--lease", str(lease_s)]
@@ -198,16 +193,6 @@ def _ensure_kernels(places: AgentPlaces, status: AgentStatus) -> None:
             _guard.release()
 
 
-def _starts(places: AgentPlaces) -> list[float]:
-    found = read_json(places.history)
-    starts = found[0].get("starts") if found else None
-    return [then for then in (starts if isinstance(starts, list) else []) if _number(then)]
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _spawn(places: AgentPlaces, arguments: list[str], config: Path | None) -> str:
     """Start a process that is nobody's child; return why that failed, or nothing."""
     if not sys.executable:
@@ -248,8 +233,8 @@ def _spawn(places: AgentPlaces, arguments: list[str], config: Path | None) -> st
     return f"it ended with {code} at its start: see {places.log}"
 
 
-def _say(reason: str) -> None:
+def _say(status: AgentStatus) -> None:
     now = time.monotonic()
-    if now - _said.get(reason[:40], -_STARTS_S) >= _STARTS_S:
-        _said[reason[:40]] = now
-        _log.warning("LifeboatCache: %s. Nothing is evicted until there is one", reason)
+    if now - _said.get(status.state, -STARTS_S) >= STARTS_S:
+        _said[status.state] = now
+        _log.warning("LifeboatCache: %s. Nothing is evicted until there is one", status.reason)

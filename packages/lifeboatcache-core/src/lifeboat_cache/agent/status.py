@@ -14,15 +14,32 @@ from lifeboat_cache.agent.lock import Holding, probe
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.registry.files import read_json
 
-__all__ = ["HUNG_AFTER_S", "AgentState", "AgentStatus", "agent_status", "clock"]
+__all__ = [
+    "HUNG_AFTER_S",
+    "MOST_STARTS",
+    "STARTS_S",
+    "AgentState",
+    "AgentStatus",
+    "agent_status",
+    "clock",
+    "recent_starts",
+    "status_at",
+]
 
 #: An agent that has not been heard of for so many seconds is replaced.
 HUNG_AFTER_S = 60.0
 
+#: After so many starts within this time, in seconds, nobody starts it again.
+MOST_STARTS = 5
+STARTS_S = 600.0
+
 
 def clock() -> float:
-    """Seconds that nobody can set, the same for all processes of a node."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    """Seconds that nobody can set, the same for all processes of a node.
+
+    They stand still while the machine sleeps: an agent is not late when it wakes.
+    """
+    return time.monotonic()
 
 
 class AgentState(Enum):
@@ -41,6 +58,9 @@ class AgentState(Enum):
     BACKOFF = "backoff"
     #: It cannot be started.
     FAILED = "failed"
+
+
+_ALIVE = (AgentState.RUNNING, AgentState.STARTING)
 
 
 @dataclass(frozen=True)
@@ -70,7 +90,7 @@ class AgentStatus:
     @property
     def alive(self) -> bool:
         """Whether nobody needs to start one."""
-        return self.state in (AgentState.RUNNING, AgentState.STARTING)
+        return self.state in _ALIVE
 
     @property
     def core(self) -> str:
@@ -126,6 +146,14 @@ def status_at(places: AgentPlaces, hung_after_s: float) -> AgentStatus:
     age = _age(document)
 
     def status(state: AgentState, reason: str = "") -> AgentStatus:
+        starts = [] if state in _ALIVE else recent_starts(places)
+        if len(starts) >= MOST_STARTS:
+            reason = (
+                f"the agent has ended unexpectedly {len(starts)} times within "
+                f"{STARTS_S / 60:.0f} minutes and is not started for "
+                f"{STARTS_S - (clock() - starts[0]):.0f} s: see {places.log}"
+            )
+            state = AgentState.BACKOFF
         return AgentStatus(state, reason, pid, age, document)
 
     ended = document.get("state") == "ended"
@@ -146,6 +174,18 @@ def status_at(places: AgentPlaces, hung_after_s: float) -> AgentStatus:
             AgentState.HUNG, f"the agent (pid {pid}) has not been heard of for {age:.0f} s"
         )
     return status(AgentState.RUNNING)
+
+
+def recent_starts(places: AgentPlaces) -> list[float]:
+    """When agents were started lately that have not ended in order, by :func:`clock`."""
+    found = read_json(places.history)
+    starts = found[0].get("starts") if found else None
+    now = clock()
+    return [
+        then
+        for then in (starts if isinstance(starts, list) else [])
+        if isinstance(then, (int, float)) and 0 <= now - then < STARTS_S
+    ]
 
 
 def _age(document: Mapping[str, Any]) -> float:

@@ -83,7 +83,10 @@ def of_document(document: Mapping[str, Any]) -> WantedTarget | None:
     ):
         return None
     # A dead mount makes this wait, as it does all else that is done about such a target.
-    real = Path(os.path.realpath(path))
+    try:
+        real = Path(os.path.realpath(path))
+    except (OSError, ValueError):  # no path of this system
+        return None
     return WantedTarget(
         real, name, cast("int | None", capacity), cast("int", reserve), cast("_DirectIO", direct_io)
     )
