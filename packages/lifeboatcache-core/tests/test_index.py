@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index import Index
+
+pytestmark = pytest.mark.usefixtures("both_kernels")
 
 A, B, C = (bytes([number]) * 16 for number in range(3))
 

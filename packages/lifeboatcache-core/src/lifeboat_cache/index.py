@@ -34,6 +34,7 @@ _LEAST_CELLS = 1024
 #: Cells of an old table that are moved with each entry taken in. The new table must not
 #: be full before that is done, see _FULL and _SPARSE.
 _MOVED = 4
+_LEAST_MOVED = 256
 
 #: Rows are added by this part of what there is.
 _GROWTH = 16
@@ -255,7 +256,7 @@ class Index:
             self._moved = 0
             self._state[probe.OCCUPIED] = 0
         if self._old.shape[0]:
-            self._migrate(run, max(_MOVED * count, 256))
+            self._migrate(run, max(_MOVED * count, _LEAST_MOVED))
 
     def _migrate(self, run: Any, count: int) -> None:
         """Move cells of the old table to the new one; under the gate."""

@@ -18,7 +18,7 @@ from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, MAGIC_JOURN
 from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, parse_entries
 from lifeboat_cache.targets.base import JournalPage, Place
 from lifeboat_cache.targets.directory_listing import DirectoryListing
-from lifeboat_cache.targets.layout import writer_alive
+from lifeboat_cache.targets.layout import DEAD_GENERATION, writer_alive
 from lifeboat_cache.targets.segment_extents import SegmentExtents, stamp_of
 
 __all__ = ["JournalReader"]
@@ -39,9 +39,6 @@ _OPEN_ANYWAY = 16
 #: Its writer is asked whether it lives after so many seconds, later less and less often.
 _FIRST_PROBE_S = 10.0
 _LAST_PROBE_S = 120.0
-
-#: Replaced by a janitor after it has set dead bits.
-_GENERATION = "dead.generation"
 
 #: The generation before anything was looked at; no file has it.
 _NEVER = (-1, -1, -1)
@@ -264,7 +261,7 @@ class JournalReader:
             have been yielded before.
         """
         try:
-            generation = stamp_of(os.stat(self._directory / _GENERATION))
+            generation = stamp_of(os.stat(self._directory / DEAD_GENERATION))
         except OSError:
             generation = None
         if generation == self._generation:
