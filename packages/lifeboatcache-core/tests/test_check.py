@@ -25,6 +25,7 @@ from lifeboat_cache.format.header import (
     FileHeader,
 )
 from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, parse_entries, seal_entries
+from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.records import access_entries
@@ -408,7 +409,8 @@ def test_damaged_access_log(
 ) -> None:
     stored(open_driver)
     reader = FilesystemTarget(root).writer(namespace)
-    reader.log_access(access_entries({(b"w" * 16, 0, slot): 9 for slot in range(3)}))
+    places = Touched(*(np.array(part, dtype=np.uint32) for part in ([0] * 3, [0] * 3, range(3))))
+    reader.log_access(access_entries([(places, 9)], lambda _: b"w" * 16))
     reader.close()
     log = the_file(root, "access")
     assert log.stat().st_size == HEADER_BYTES + 3 * 32

@@ -179,8 +179,9 @@ def test_target_that_raises_is_a_failure_and_not_a_crash(
         raise ZeroDivisionError
 
     for method, call in (
-        ("segment_reader.SegmentReader.read", store.load),
-        ("segment_writer.SegmentWriter.append", store.store),
+        ("segment_reader.SegmentReader.open_segment", store.load),
+        ("segment_writer.SegmentWriter.reserve", store.store),
+        ("segment_writer.SegmentWriter.commit", store.store),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"lifeboat_cache.targets.{method}", broken)

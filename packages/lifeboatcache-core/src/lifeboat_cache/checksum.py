@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -188,7 +189,7 @@ def payload_checksum(
     """
     chosen = binding[_ALGORITHM_AT] if algorithm is None else algorithm
     if chosen == ALGORITHM_XXH3:
-        return _xxh3((memoryview(binding + _XXH3_PADDING), *pieces))
+        return _xxh3(chain((memoryview(binding + _XXH3_PADDING),), pieces))
     if chosen == ALGORITHM_BLAKE3:
         hasher = blake3(binding)
     elif chosen != ALGORITHM_KEYED_BLAKE3:
@@ -202,20 +203,21 @@ def payload_checksum(
     return hasher.digest(length=CHECKSUM_BYTES)
 
 
-def _xxh3(pieces: tuple[memoryview, ...]) -> bytes:
+def _xxh3(pieces: Iterable[memoryview]) -> bytes:
+    """One piece after the other: a caller may use the memory of one for the next."""
     if not kernels.ready():
         from lifeboat_cache.kernels.xxh3_numpy import xxh3_128
 
         return xxh3_128(pieces)
-    from lifeboat_cache.kernels.xxh3 import xxh3_of
+    from lifeboat_cache.kernels.xxh3 import STATE_BYTES, xxh3_add, xxh3_begin, xxh3_end
 
-    parts = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces if piece.nbytes]
+    state = np.empty(STATE_BYTES, dtype=np.uint8)
+    xxh3_begin(state)
+    for piece in pieces:
+        if piece.nbytes:
+            xxh3_add(state, np.frombuffer(piece, dtype=np.uint8).ctypes.data, piece.nbytes)
     out = np.empty(CHECKSUM_BYTES, dtype=np.uint8)
-    xxh3_of(
-        np.array([part.ctypes.data for part in parts], dtype=np.uint64),
-        np.array([part.nbytes for part in parts], dtype=np.uint64),
-        out,
-    )
+    xxh3_end(state, out)
     return out.tobytes()
 
 

@@ -31,7 +31,10 @@ __all__ = [
     "payload_xxh3",
     "store_digest",
     "update",
+    "xxh3_add",
+    "xxh3_begin",
     "xxh3_blocks",
+    "xxh3_end",
     "xxh3_of",
 ]
 
@@ -385,4 +388,23 @@ def xxh3_of(addresses: Any, lengths: Any, out: Any) -> None:
     for piece in range(addresses.shape[0]):
         update(state, addresses[piece], lengths[piece])
     low, high = finish(state)
+    store_digest(np.uint64(out.ctypes.data), low, high)
+
+
+@kernel("void(uint8[::1])")
+def xxh3_begin(state: Any) -> None:
+    """Begin a digest over several calls; ``state`` has :data:`STATE_BYTES`."""
+    begin(np.uint64(state.ctypes.data))
+
+
+@kernel("void(uint8[::1], uint64, uint64)")
+def xxh3_add(state: Any, address: Any, length: Any) -> None:
+    """Add bytes at an address to the digest."""
+    update(np.uint64(state.ctypes.data), address, length)
+
+
+@kernel("void(uint8[::1], uint8[::1])")
+def xxh3_end(state: Any, out: Any) -> None:
+    """Write the 16 bytes of the digest; the input must have had more than 240."""
+    low, high = finish(np.uint64(state.ctypes.data))
     store_digest(np.uint64(out.ctypes.data), low, high)

@@ -20,11 +20,13 @@ from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.index import Index
+from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
+from lifeboat_cache.store.household import Companion
 from lifeboat_cache.store.io_task import IoTask
 from lifeboat_cache.store.load_plan import Places, plan_load
 from lifeboat_cache.store.records import (
@@ -95,6 +97,8 @@ class BlockStore:
     shared_lookup
         Whether to find what other processes store while this store is open, not only
         what was there when it was opened.
+    companion
+        Is told on a background thread how the store does.
     """
 
     def __init__(
@@ -106,9 +110,11 @@ class BlockStore:
         pending_bytes: int = DEFAULT_PENDING_BYTES,
         integrity_key: bytes | None = None,
         shared_lookup: bool = True,
+        companion: Companion | None = None,
     ) -> None:
         self._find_namespace = namespace
         self._shared_lookup = shared_lookup
+        self._companion = companion
         self._targets = list(targets)
         self._index = Index()
         self._counters = Counters()
@@ -132,7 +138,7 @@ class BlockStore:
         self._jobs: set[Job] = set()
         self._finished: deque[Job] = deque()
         self._pins: Counter[bytes] = Counter()
-        self._touched: dict[tuple[bytes, int, int], int] = {}
+        self._touched: list[tuple[Touched, int]] = []
         self._burials = 0  # deletions on their way to storage
         self._process = os.getpid()
         self._recovered = threading.Event()
@@ -240,10 +246,10 @@ class BlockStore:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that a request used these blocks. Tell it *all* blocks of the request."""
         now = coarse_time()
-        places = self._index.touch(keys, now)
-        with self._lock:
-            for place in places:
-                self._touched[place] = now
+        places = self._index.touch_places(keys, now)
+        if places.writers.shape[0]:
+            with self._lock:
+                self._touched.append((places, now))
 
     def delete(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Delete blocks, in memory at once and on storage soon after.
@@ -347,6 +353,15 @@ class BlockStore:
             out = list(self._finished)
             self._finished.clear()
         return out
+
+    def queue(self) -> dict[str, int]:
+        """Jobs under way, bytes waiting to be written, and the bound of these bytes."""
+        with self._lock:
+            return {
+                "jobs": len(self._jobs),
+                "pending_bytes": self._pending,
+                "limit_bytes": self._pending_limit,
+            }
 
     def busy(self) -> bool:
         """Whether jobs are under way."""
@@ -681,7 +696,12 @@ class BlockStore:
         """Open, recover, then follow other writers and write down accesses."""
         try:
             self._load_kernels()
-            if not self._open() or self._stop.is_set():
+            if self._companion is not None:
+                self._companion.begin(self)
+            if not self._open():
+                self._accompany()
+                return
+            if self._stop.is_set():
                 return
             started = time.monotonic()
             self._follow(recovering=True)
@@ -699,6 +719,9 @@ class BlockStore:
                 self._load_kernels()
                 if self._shared_lookup:
                     self._follow(recovering=False)
+                self._forget_reclaimed()
+                if self._companion is not None:
+                    self._companion.tick()
                 if time.monotonic() - flushed > _ACCESS_S:
                     flushed = time.monotonic()
                     self._flush_accesses()
@@ -707,6 +730,13 @@ class BlockStore:
             self._disable(f"internal error: {exc}")
         finally:
             self._recovered.set()
+            if self._companion is not None:
+                self._companion.end()
+
+    def _accompany(self) -> None:
+        """Be seen standing down, until closed."""
+        while self._companion is not None and not self._stop.wait(_TAIL_S):
+            self._companion.tick()
 
     def _load_kernels(self) -> None:
         """Use compiled kernels as soon as there are any."""
@@ -775,13 +805,28 @@ class BlockStore:
                 return
             if recovering:
                 time.sleep(0)  # let go of the interpreter between pages
+        if reader.complete:
+            self._index.settled()
+
+    def _forget_reclaimed(self) -> None:
+        """Take out of the index what a janitor or a purge has taken from storage."""
+        reader = self._reader
+        if reader is None:
+            return
+        for owner, segment, dead in reader.poll_dead():
+            self._index.drop_dead(owner, segment, dead)
+        for owner, gone in reader.take_vanished():
+            if gone is None:
+                self._index.drop_writer(owner)
+            else:
+                self._index.drop_segment(owner, gone)
 
     def _flush_accesses(self) -> None:
         with self._lock:
-            touched, self._touched = self._touched, {}
+            touched, self._touched = self._touched, []
         if not touched:
             return
         writer = self._start_writer()
         if writer is None:
             return
-        writer.log_access(access_entries(touched))
+        writer.log_access(access_entries(touched, self._index.writer_id))

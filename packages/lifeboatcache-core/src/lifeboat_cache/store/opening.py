@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 
 from lifeboat_cache.config import Config
+from lifeboat_cache.config.paths import home_directory
+from lifeboat_cache.errors import ConfigError
+from lifeboat_cache.integrity import (
+    IntegrityKey,
+    configured_integrity_key,
+    namespace_with_integrity,
+)
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.store.block_store import DEFAULT_PENDING_BYTES, BlockStore
+from lifeboat_cache.store.household import Household
 from lifeboat_cache.targets.base import Target
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
@@ -35,10 +45,26 @@ def open_block_store(
     pending_bytes
         Bound of bytes that wait to be written.
     """
+    key: IntegrityKey | None = None
+    try:
+        key = configured_integrity_key(config)
+    except ConfigError as exc:  # without its key the store stands down, the engine goes on
+        namespace = partial(_refuse, exc)
     return BlockStore(
-        namespace,
+        namespace if key is None else partial(_keyed, namespace, key),
         configured_targets(config),
         io_workers=config.engine.io_workers,
         pending_bytes=pending_bytes,
         shared_lookup=config.storage.shared_lookup,
+        integrity_key=None if key is None else key.secret,
+        companion=Household(home_directory(os.environ), autostart=config.agent.autostart),
     )
+
+
+def _refuse(reason: ConfigError) -> Namespace:
+    raise reason
+
+
+def _keyed(namespace: Namespace | Callable[[], Namespace], key: IntegrityKey) -> Namespace:
+    found = namespace if isinstance(namespace, Namespace) else namespace()
+    return namespace_with_integrity(found, key)

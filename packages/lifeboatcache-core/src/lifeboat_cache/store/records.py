@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from lifeboat_cache.checksum import KNOWN_ALGORITHMS
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
+from lifeboat_cache.index_answers import Touched
 
 __all__ = [
     "CODEC_RAW",
@@ -129,10 +130,20 @@ def tombstones_at(
     return entries
 
 
-def access_entries(touched: Mapping[tuple[bytes, int, int], int]) -> npt.NDArray[Any]:
-    """``ACCESS`` array from ``(writer, segment, slot)`` to the time of use in seconds."""
-    accesses = np.zeros(len(touched), dtype=ACCESS)
-    for at, ((owner, segment, slot), now) in enumerate(touched.items()):
-        accesses["writer"][at] = np.void(owner)
-        accesses["segment"][at], accesses["slot"][at], accesses["time"][at] = segment, slot, now
-    return accesses
+def access_entries(
+    touched: Sequence[tuple[Touched, int]], writer_id: Callable[[int], bytes]
+) -> npt.NDArray[Any]:
+    """``ACCESS`` array from places and the time of their use in seconds; a place once."""
+    parts = []
+    for places, now in touched:
+        part = np.zeros(places.writers.shape[0], dtype=ACCESS)
+        numbers, which = np.unique(places.writers, return_inverse=True)
+        owners = b"".join(map(writer_id, numbers.tolist()))
+        part["writer"] = np.frombuffer(owners, dtype="V16")[which.reshape(-1)]
+        part["segment"], part["slot"], part["time"] = places.segments, places.slots, now
+        parts.append(part)
+    accesses = np.concatenate(parts)
+    # The last one of a place counts.
+    places_only = void(accesses.view(np.uint8).reshape(-1, ACCESS.itemsize)[::-1, :24])
+    _, last = np.unique(places_only, return_index=True)
+    return accesses[::-1][np.sort(last)][::-1]

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.namespace import Namespace
@@ -306,6 +309,19 @@ class TargetReader(ABC):
         Asked when bytes do not match their checksum: what a janitor has reclaimed
         after this process indexed it is missing, not corrupt.
         """
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether the last poll went through, and could read every journal to its end."""
+
+    @abstractmethod
+    def poll_dead(self) -> Iterator[tuple[bytes, int, npt.NDArray[np.bool_]]]:
+        """Segments in which records have been marked dead: writer, segment, bool per slot."""
+
+    @abstractmethod
+    def take_vanished(self) -> list[tuple[bytes, int | None]]:
+        """Segments, or with ``None`` whole writers, that were there and are no more."""
 
     @abstractmethod
     def accesses(self) -> Iterator[Entries]:

@@ -10,6 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_SEGMENT, FileHeader
@@ -92,6 +95,16 @@ class SegmentReader(TargetReader):
 
     def declared_dead(self, places: Sequence[Place], slots: Sequence[int]) -> list[bool]:
         return self._journals.declared_dead(places, slots)
+
+    @property
+    def complete(self) -> bool:
+        return self._journals.complete
+
+    def poll_dead(self) -> Iterator[tuple[bytes, int, npt.NDArray[np.bool_]]]:
+        return self._journals.poll_dead()
+
+    def take_vanished(self) -> list[tuple[bytes, int | None]]:
+        return self._journals.take_vanished()
 
     def accesses(self) -> Iterator[Entries]:
         return self._journals.accesses()
