@@ -183,10 +183,16 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(places, max_size=8))
     def removes_many(self, wanted: list[Place]) -> None:
-        known = [p for p in wanted if self.index.writer_number(WRITERS[p[0]]) is not None]
+        known = []
+        owners = []
+        for place in wanted:
+            owner = self.index.writer_number(WRITERS[place[0]])
+            if owner is not None:
+                known.append(place)
+                owners.append(owner)
         done = self.index.remove_many(
             [key(key_of(place)) for place in known],
-            [self.index.writer_number(WRITERS[place[0]]) for place in known],
+            owners,
             [place[1] for place in known],
             [place[2] for place in known],
         )
@@ -253,7 +259,9 @@ class IndexMachine(RuleBasedStateMachine):
     def answers_agree(self) -> None:
         asked = range(KEYS + 2)
         keys = [key(number) for number in asked]
-        heads = [(self.records.get(number) or [None])[0] for number in asked]
+        heads: list[Record | None] = [
+            self.records[number][0] if number in self.records else None for number in asked
+        ]
         there = [record is not None for record in heads]
         assert len(self.index) == len(self.records)
         assert (self.index.find(keys) >= 0).tolist() == there
