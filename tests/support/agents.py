@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,9 +82,17 @@ class Engine:
 
 
 @contextlib.contextmanager
-def agent_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home directory; whatever agents it has in the end are killed."""
+def agent_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path | None = None
+) -> Iterator[Path]:
+    """A home directory; whatever agents it has in the end are killed.
+
+    With ``kernel_home`` it has the kernels of that home: no agent compiles any.
+    """
     home = tmp_path / "home"
+    if kernel_home is not None:
+        home.mkdir(mode=0o700)
+        shutil.copytree(kernel_home / "kernels", home / "kernels", symlinks=True)
     for name in ("LIFEBOAT_CACHE_CONFIG", "LIFEBOAT_CACHE_NAMESPACE_SALT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -22,8 +23,8 @@ from lifeboat_cache.registry import processes
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with agent_home(tmp_path, monkeypatch) as home:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path) -> Iterator[Path]:
+    with agent_home(tmp_path, monkeypatch, kernel_home) as home:
         yield home
 
 
@@ -82,7 +83,14 @@ def test_it_has_nothing_of_the_engine(home: Path, start: Start, tmp_path: Path) 
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     assert f"LIFEBOAT_CACHE_HOME={home}".encode() in environment
     assert stat.S_IMODE((home / "agent.log").stat().st_mode) == 0o600
-    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+def test_home_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with agent_home(tmp_path, monkeypatch) as home:
+        assert ensure_agent(home / "of" / "mine", lease_s=0.1).alive
+        for made in (home / "of" / "mine", home / "of" / "mine" / "run"):
+            assert stat.S_IMODE(made.stat().st_mode) == 0o700, made
+        until(lambda: agent_status(home / "of" / "mine").state is AgentState.ABSENT, "its end")
 
 
 def test_it_does_not_take_over_the_engines_environment(home: Path) -> None:
@@ -260,6 +268,7 @@ def test_newer_release_replaces_an_older_agent(
 def test_kernels_are_compiled_first_and_for_other_environments_too(
     home: Path, start: Start
 ) -> None:
+    shutil.rmtree(home / "kernels")
     engine = start()
     assert not engine.ask("kernels")
     engine.ask("ensure")

@@ -173,9 +173,8 @@ def test_pass_that_fails_is_told_and_tried_again(
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with agent_home(tmp_path, monkeypatch) as home:
-        home.mkdir(mode=0o700)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path) -> Iterator[Path]:
+    with agent_home(tmp_path, monkeypatch, kernel_home) as home:
         yield home
 
 

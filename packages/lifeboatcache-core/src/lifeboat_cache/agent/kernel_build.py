@@ -116,6 +116,10 @@ def compile_here(home: Path) -> Exit:
     """Compile in this process; log what happened."""
     step_back()
     try:
+        with contextlib.suppress(cache.UnusableError):
+            # Whole and for this machine: nothing needs to be loaded to know that.
+            cache.verify(cache.directory(home))
+            return Exit.OK
         if kernels.compile_all(home):
             return Exit.OK
         _log.warning("%s", kernels.reason())

@@ -150,8 +150,7 @@ def status_at(places: AgentPlaces, hung_after_s: float) -> AgentStatus:
         if len(starts) >= MOST_STARTS:
             reason = (
                 f"the agent has ended unexpectedly {len(starts)} times within "
-                f"{STARTS_S / 60:.0f} minutes and is not started for "
-                f"{STARTS_S - (clock() - starts[0]):.0f} s: see {places.log}"
+                f"{STARTS_S / 60:.0f} minutes and is not started for as long: see {places.log}"
             )
             state = AgentState.BACKOFF
         return AgentStatus(state, reason, pid, age, document)
