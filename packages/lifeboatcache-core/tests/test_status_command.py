@@ -314,6 +314,8 @@ def test_a_killed_engine_is_not_there(home: Path, run: Run) -> None:
 def test_recovery_is_shown(run: Run, publish: Publish) -> None:
     publish(store(state="recovering", recovery={"done": False, "blocks": 5000}))
     assert f"pid {os.getpid()} is reading the index: 5.0k blocks so far" in run()[1]
+    publish(store(state="opening", recovery={"done": False, "blocks": 0}))
+    assert f"pid {os.getpid()} is finding out which model it serves" in run()[1]
 
 
 def test_nothing_steers_the_terminal_or_is_too_wide(run: Run, publish: Publish) -> None:

@@ -225,7 +225,9 @@ def _recovering(document: Mapping[str, Any]) -> str:
     lines = []
     for item in document["processes"]:
         recovery = item["recovery"]
-        if recovery and not recovery.get("done"):
+        if item["state"] == "opening":
+            lines.append(f"pid {item['pid']} is finding out which model it serves")
+        elif recovery and not recovery.get("done"):
             found = _number(recovery.get("blocks"))
             lines.append(f"pid {item['pid']} is reading the index: {found} blocks so far")
     return "\n".join(lines)
