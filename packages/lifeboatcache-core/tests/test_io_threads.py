@@ -1,0 +1,305 @@
+"""Native I/O threads and their Python twin do the same to files and memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.checksum import ALGORITHM_XXH3, Binding
+from lifeboat_cache.kernels import io_layout as layout
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.store.io_python import execute
+from lifeboat_cache.store.io_task import IoTask, gather_pieces
+from lifeboat_cache.store.native_pool import NativePool
+from lifeboat_cache.testing import StoreDriver, aligned_memory
+
+PAGE = 4096
+OK = Outcome.OK
+
+Run = Callable[[IoTask], None]
+
+
+class Pool:
+    """A native pool of which one waits for one task at a time."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self.done: list[IoTask] = []
+        self.event = threading.Event()
+        self.pool = NativePool(threads, self._finished)
+
+    def _finished(self, tasks: list[IoTask]) -> None:
+        self.done += tasks
+        self.event.set()
+
+    def run(self, task: IoTask) -> None:
+        self.event.clear()
+        self.pool.submit([task])
+        assert self.event.wait(60)
+        assert self.done.pop() is task
+
+
+@pytest.fixture(scope="module")
+def native(kernel_home: Path) -> Iterator[Pool]:
+    assert kernel_home
+    pool = Pool()
+    yield pool
+    pool.pool.stop()
+
+
+@pytest.fixture(params=["native", "twin"])
+def run(request: pytest.FixtureRequest, native: Pool) -> Run:
+    return native.run if request.param == "native" else execute
+
+
+def task_of(
+    kind: str,
+    fd: int,
+    mode: int,
+    buffers: BlockBuffers,
+    offsets: list[int],
+    checksums: npt.NDArray[np.uint8] | None = None,
+    *,
+    runs: list[int] | None = None,
+) -> IoTask:
+    """A task for blocks at given offsets; ``runs`` says with which blocks runs begin."""
+    count = len(buffers)
+    blocks = np.arange(count)
+    iov, starts = gather_pieces(buffers, blocks)
+    lengths = buffers.sizes()
+    starts_of_runs = [0] if runs is None else runs
+    table = [
+        [fd, mode, first, last - first]
+        for first, last in zip(starts_of_runs, [*starts_of_runs[1:], count], strict=True)
+    ]
+    keys = np.arange(count * 32, dtype=np.uint8).reshape(count, 32)
+    return IoTask(
+        kind="load" if kind == "load" else "store",
+        blocks=blocks,
+        runs=np.array(table, dtype=np.int64),
+        offsets=np.array(offsets, dtype=np.int64),
+        lengths=lengths,
+        iov=iov,
+        starts=starts,
+        bindings=Binding(bytes(32)).pack_batch(
+            keys,
+            7,
+            lengths.astype(np.uint32),
+            lengths.astype(np.uint32),
+            0,
+            ALGORITHM_XXH3,
+        ),
+        checksums=np.zeros((count, 16), np.uint8) if checksums is None else checksums.copy(),
+        algorithms=np.full(count, ALGORITHM_XXH3, dtype=np.uint8),
+        outcomes=np.zeros(count, dtype=np.uint8),
+        holds=(buffers,),
+    )
+
+
+def memory_of(sizes: list[list[int]], fill: int | None, skew: int) -> BlockBuffers:
+    """Blocks cut into pieces of given sizes, ``skew`` bytes off alignment."""
+    rng = np.random.default_rng(0)
+    blocks = []
+    for pieces in sizes:
+        block = []
+        for size in pieces:
+            view = aligned_memory(size + PAGE)[skew : skew + size]
+            view[:] = rng.integers(0, 256, size, dtype=np.uint8) if fill is None else fill
+            block.append(view)
+        blocks.append(block)
+    return BlockBuffers.from_buffers(blocks)
+
+
+def content(buffers: BlockBuffers) -> list[bytes]:
+    return [
+        b"".join(piece.tobytes() for piece in buffers.pieces(block))
+        for block in range(len(buffers))
+    ]
+
+
+def places(sizes: list[list[int]], *, gaps: bool) -> list[int]:
+    offsets, end = [], PAGE
+    for pieces in sizes:
+        offsets.append(end)
+        end += sum(pieces)
+        if gaps:
+            end = -(-end // PAGE) * PAGE
+    return offsets
+
+
+@given(
+    sizes=st.lists(
+        st.lists(st.sampled_from([0, 1, 63, 64, 65, 1000, 4096, 5000, 70_000]), max_size=5),
+        min_size=1,
+        max_size=12,
+    ),
+    bounce=st.booleans(),
+    skew=st.sampled_from([0, 1, 64]),
+)
+def test_one_writes_what_the_other_reads(
+    native: Pool,
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[list[int]],
+    bounce: bool,
+    skew: int,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "both"
+    mode = layout.BOUNCE if bounce else layout.SCATTER
+    offsets = places(sizes, gaps=bounce)
+    written: list[tuple[bytes, bytes]] = []
+    for run in (native.run, execute):
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            source = memory_of(sizes, None, skew)
+            store = task_of("store", fd, mode, source, offsets)
+            run(store)
+            assert store.outcomes.tolist() == [OK] * len(sizes)
+            written.append((path.read_bytes(), store.checksums.tobytes()))
+            for reader in (native.run, execute):
+                memory = memory_of(sizes, 0xEE, skew)
+                load = task_of("load", fd, mode, memory, offsets, store.checksums)
+                reader(load)
+                assert load.outcomes.tolist() == [OK] * len(sizes)
+                assert content(memory) == content(source)
+        finally:
+            os.close(fd)
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("bounce", [False, True])
+def test_more_pieces_than_one_call_takes(run: Run, tmp_path: Path, bounce: bool) -> None:
+    sizes = [[PAGE] * 700, [PAGE] * 1500, [PAGE] * 3]
+    mode = layout.BOUNCE if bounce else layout.SCATTER
+    offsets = places(sizes, gaps=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT
+    fd = os.open(tmp_path / "file", flags, 0o600)
+    try:
+        source, memory = memory_of(sizes, None, 0), memory_of(sizes, 0, 0)
+        store = task_of("store", fd, mode, source, offsets)
+        run(store)
+        load = task_of("load", fd, mode, memory, offsets, store.checksums)
+        run(load)
+        assert load.outcomes.tolist() == [OK] * 3
+        assert content(memory) == content(source)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("bounce", [False, True])
+@pytest.mark.parametrize("size", [4096, 9 << 20])
+def test_what_is_damaged_cut_or_gone(run: Run, tmp_path: Path, bounce: bool, size: int) -> None:
+    path = tmp_path / "file"
+    sizes = [[size], [size], [size], [size]]
+    mode = layout.BOUNCE if bounce else layout.SCATTER
+    offsets = places(sizes, gaps=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        store = task_of("store", fd, mode, memory_of(sizes, None, 0), offsets)
+        run(store)
+        os.pwrite(fd, b"\x55\xaa", offsets[1] + size - 2)
+        wrong = store.checksums.copy()
+        wrong[0, 15] ^= 1
+        os.ftruncate(fd, offsets[3] + size - 1)
+        load = task_of("load", fd, mode, memory_of(sizes, 0, 0), offsets, wrong)
+        run(load)
+        assert load.outcomes.tolist() == [
+            Outcome.CORRUPT,
+            Outcome.CORRUPT,
+            OK,
+            Outcome.MISSING,
+        ]
+        os.ftruncate(fd, 0)
+        run(load)
+        assert load.outcomes.tolist() == [Outcome.MISSING] * 4
+    finally:
+        os.close(fd)
+
+
+def test_a_descriptor_that_fails_costs_its_own_blocks(run: Run, tmp_path: Path) -> None:
+    sizes = [[PAGE], [PAGE], [PAGE]]
+    offsets = places(sizes, gaps=True)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    closed = os.dup(fd)
+    os.close(closed)
+    try:
+        store = task_of("store", fd, layout.SCATTER, memory_of(sizes, None, 0), offsets)
+        run(store)
+        load = task_of(
+            "load",
+            fd,
+            layout.SCATTER,
+            memory_of(sizes, 0, 0),
+            offsets,
+            store.checksums,
+            runs=[0, 1, 2],
+        )
+        load.runs[1, 0] = closed
+        run(load)
+        assert load.outcomes.tolist() == [OK, Outcome.FAILED, OK]
+        again = task_of(
+            "store",
+            fd,
+            layout.SCATTER,
+            memory_of(sizes, None, 0),
+            offsets,
+            runs=[0, 1, 2],
+        )
+        again.runs[1, 0] = closed
+        run(again)
+        assert again.outcomes.tolist() == [OK, Outcome.FAILED, OK]
+    finally:
+        os.close(fd)
+
+
+def test_what_has_not_started_is_cancelled_and_the_threads_end(
+    kernel_home: Path, tmp_path: Path
+) -> None:
+    assert kernel_home
+    before = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    pool = Pool(3)
+    assert pool.pool.threads == 3
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    sizes = [[PAGE]]
+    pool.pool.cancel(True)
+    cancelled = task_of("store", fd, layout.SCATTER, memory_of(sizes, None, 0), [PAGE])
+    pool.run(cancelled)
+    assert cancelled.outcomes.tolist() == [Outcome.CANCELLED]
+    assert os.fstat(fd).st_size == 0
+    pool.pool.cancel(False)
+    done = task_of("store", fd, layout.SCATTER, memory_of(sizes, None, 0), [PAGE])
+    pool.run(done)
+    assert done.outcomes.tolist() == [OK]
+    os.close(fd)
+    pool.pool.stop()
+    for _ in range(600):
+        now = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        if now == before:
+            break
+        threading.Event().wait(0.1)
+    assert now == before
+
+
+def test_a_store_goes_over_to_native_threads_when_kernels_come(
+    open_driver: Callable[..., StoreDriver], kernels_off: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lifeboat_cache import kernels
+
+    driver = open_driver()
+    store = driver.block_store
+    assert not store._executor.native
+    assert driver.store(range(3)) == [OK] * 3
+    monkeypatch.setattr(kernels, "_ready", True)
+    store._executor.upgrade()
+    assert store._executor.native
+    assert driver.store(range(3, 6)) == [OK] * 3
+    # Records of both kinds in one job.
+    assert driver.load(range(6)) == [OK] * 6
