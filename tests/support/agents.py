@@ -35,7 +35,7 @@ _ENGINE = (
 
 def until(what: Callable[[], Any], wanted: str) -> Any:
     """Ask until the answer is true; it never is if something is broken."""
-    give_up = time.monotonic() + 120
+    give_up = time.monotonic() + 300
     while not (answer := what()):
         assert time.monotonic() < give_up, f"waited in vain: {wanted}"
         time.sleep(0.02)

@@ -265,6 +265,14 @@ def test_newer_release_replaces_an_older_agent(
 # --- kernels -----------------------------------------------------------------------------------
 
 
+def test_kernels_that_are_there_are_used(home: Path, start: Start) -> None:
+    engine = start()
+    engine.ask("ensure")
+    until(lambda: agent_status(home).document.get("kernels") == "ready", "kernels")
+    assert engine.ask("kernels")
+
+
+@pytest.mark.full
 def test_kernels_are_compiled_first_and_for_other_environments_too(
     home: Path, start: Start
 ) -> None:
