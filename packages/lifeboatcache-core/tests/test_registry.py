@@ -420,6 +420,32 @@ def test_each_count_is_added_once_wherever_the_folding_process_is_killed(
     assert number > 12, "it was killed at every operation in turn"
 
 
+def test_wherever_a_publishing_process_is_killed_its_last_counts_stay(
+    home: Path, start: Start
+) -> None:
+    folder = start("fold")
+    expected = number = 0
+    code = "-9"
+    while code == "-9":
+        number += 1
+        said = 0
+        code = folder.ask(f"publish {number}")
+        while code.startswith("+"):
+            said = int(code)
+            code = folder.hear()
+        seen = total(home) - expected
+        assert seen in (said, said + 1), f"killed at operation {number}"
+        assert [entry.alive for entry in processes(home)] in ([False], [])
+        fold(home)
+        assert total(home) - expected == seen
+        left = [name for name in names(home) if not name.startswith((".", "totals"))]
+        assert left == [], "all that is left of it is what it had not finished to write"
+        expected += int(seen)
+    assert code == "0"
+    assert seen == 5
+    assert number > 15, "it was killed at every operation in turn"
+
+
 def test_totals_never_fall_while_processes_come_and_go(home: Path, start: Start) -> None:
     folder = start("fold")
     stop = threading.Event()

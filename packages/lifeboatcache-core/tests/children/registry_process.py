@@ -3,7 +3,9 @@
 ``publish HOME``: for every number on stdin, publishes it as the count ``x`` and prints it;
 ``close`` closes the entry. ``fold HOME``: for every line on stdin starts a copy of itself
 and prints the copy's process id. A copy for ``loop`` folds until it is killed; one for a
-number kills itself in front of that file operation, and ends if there are fewer.
+number kills itself in front of that file operation, and ends if there are fewer; one
+for ``publish NUMBER`` does so while it publishes the counts 1 to 5, printing ``+COUNT``
+after each.
 ``idle HOME``: holds the totals until it is killed.
 """
 
@@ -24,13 +26,14 @@ from lifeboat_cache.registry import totals as totals_module
 OPERATIONS = ("open", "replace", "unlink", "fsync", "close", "scandir", "listdir")
 
 
+def counted(number: int) -> dict[str, Any]:
+    return {"counters": [{"labels": {"target": "t"}, "values": {"x": number}}]}
+
+
 def publish(home: Path) -> None:
     count = 0
 
-    def describe() -> dict[str, Any]:
-        return {"counters": [{"labels": {"target": "t"}, "values": {"x": count}}]}
-
-    entry = Registration(home, describe=describe)
+    entry = Registration(home, describe=lambda: counted(count))
     print(entry.id or entry.reason, flush=True)
     for line in sys.stdin:
         if line.strip() == "close":
@@ -58,6 +61,15 @@ def die_at(number: int) -> None:
         setattr(os, name, deadly(getattr(os, name)))
 
 
+def publish_dying(home: Path, number: int) -> None:
+    die_at(number)
+    entry = Registration(home, describe=lambda: counted(0))
+    for count in range(1, 6):
+        entry.publish(counted(count))
+        print(f"+{count}", flush=True)
+    entry.close(counted(5))
+
+
 def serve(home: Path) -> None:
     for line in sys.stdin:
         child = os.fork()
@@ -65,8 +77,12 @@ def serve(home: Path) -> None:
             if line.strip() == "loop":
                 while True:
                     fold(home)
-            die_at(int(line))
-            fold(home)
+            number = int(line.split()[-1])
+            if line.startswith("publish"):
+                publish_dying(home, number)
+            else:
+                die_at(number)
+                fold(home)
             os._exit(0)
         if line.strip() == "loop":
             print(child, flush=True)
