@@ -117,7 +117,9 @@ class Bitmap:
             # There is none, or one that nobody reads.
             mine = self._header
             header = FileHeader(MAGIC_DEAD, mine.namespace, mine.writer, mine.segment, created)
-            write_atomically(self.path, header.pack() + set_dead(b"", slots))
+            # Bits that a power loss takes away are set again, or their payloads found bad.
+            data = header.pack() + set_dead(b"", slots)
+            write_atomically(self.path, data, durable=False)
 
     def remove(self) -> None:
         """Remove the file, if it is there."""

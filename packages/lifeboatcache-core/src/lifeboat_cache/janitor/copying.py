@@ -59,8 +59,8 @@ class Copied:
 class _Source:
     """Reads and verifies records of one segment."""
 
-    def __init__(self, catalogue: Catalogue, segment: Segment) -> None:
-        self._segment = segment
+    def __init__(self, catalogue: Catalogue, segment: Segment, key: bytes | None) -> None:
+        self._key = key
         self._binding = Binding(catalogue.digest)
         self._fd = os.open(segment.path, _OPEN)
 
@@ -72,11 +72,12 @@ class _Source:
             int(entry["raw_length"]),
             int(entry["stored_length"]),
             int(entry["codec"]),
+            int(entry["algorithm"]),
         )
         expected = entry["payload_checksum"].tobytes()
         for _ in range(2):  # a verdict that drops data has to be certain
             moved = read_into(self._fd, [into], int(entry["offset"]))
-            if moved == into.nbytes and payload_checksum(bound, [into]) == expected:
+            if moved == into.nbytes and payload_checksum(bound, [into], key=self._key) == expected:
                 return True
         return False
 
@@ -94,6 +95,7 @@ def copy_segments(
     *,
     allowance: Callable[[int], Outcome | None],
     direct: bool,
+    key: bytes | None,
     report: JanitorReport,
 ) -> Copied:
     """Copy the live records of segments to new ones, and make them safe on disk.
@@ -112,8 +114,10 @@ def copy_segments(
         See :class:`SegmentWriter`.
     direct
         Whether the filesystem takes O_DIRECT.
+    key
+        The integrity key of the namespace, if it has one.
     """
-    return _Copier(catalogue, segments, allowance, direct, report).run()
+    return _Copier(catalogue, segments, allowance, direct, key, report).run()
 
 
 class _Copier:
@@ -123,16 +127,18 @@ class _Copier:
         segments: Sequence[Segment],
         allowance: Callable[[int], Outcome | None],
         direct: bool,
+        key: bytes | None,
         report: JanitorReport,
     ) -> None:
         self._catalogue = catalogue
         self._segments = list(segments)
         self._allowance = allowance
         self._direct = direct
+        self._key = key
         self._report = report
         self._writer: SegmentWriter | None = None
         self._memory = mmap.mmap(-1, _CHUNK_BYTES)
-        self._seen: set[tuple[bytes, int, int, int]] = set()
+        self._seen: set[tuple[bytes, int, int, int, int]] = set()
         self._files: set[int] = set()
         self._others = self._find_others()
         self.copied = Copied()
@@ -146,7 +152,9 @@ class _Copier:
                 written.append((segment, slots))
                 try:
                     whole = self._copy(segment, slots)
-                except (OSError, FormatError) as error:
+                except FileNotFoundError:  # another janitor, or a purge, was faster
+                    whole = False
+                except (OSError, FormatError, ValueError) as error:
                     self._report.problem(segment.path.name, error)
                     whole = False
                 if not whole:
@@ -184,7 +192,7 @@ class _Copier:
         live = live[np.argsort(rows["offset"][live], kind="stable")]
         if not live.shape[0]:
             return True
-        source = _Source(self._catalogue, segment)
+        source = _Source(self._catalogue, segment, self._key)
         try:
             sizes = padded(rows["stored"][live]).tolist()
             first = 0
@@ -221,7 +229,7 @@ class _Copier:
         for number in range(part.shape[0]):
             entry = entries[number]
             piece = view[at : at + int(entry["stored_length"])]
-            if self._elsewhere(entry, int(rows["key"][part[number]]), piece):
+            if self._elsewhere(entry, segment, int(rows["key"][part[number]]), piece):
                 done.append(int(entry["slot"]))
                 continue
             if not source.read(entry, piece):
@@ -272,26 +280,37 @@ class _Copier:
             self._report.copied_bytes += pieces[number].nbytes
         return all(outcome == Outcome.OK for outcome in outcomes)
 
-    def _elsewhere(self, entry: Any, key: int, memory: memoryview) -> bool:
-        """Whether an equal record that is intact stays. Overwrites ``memory``."""
+    def _elsewhere(self, entry: Any, mine: Segment, key: int, memory: memoryview) -> bool:
+        """Whether an equal record that is intact stays. Overwrites ``memory``.
+
+        Only one that was written later counts, as a copy was: should two janitors be at
+        work, each must not drop a record for the sake of the one that the other drops.
+        """
         if _identity(entry) in self._seen:
             return True
         for segment, row in self._others.get(key, ()):
             writer = segment.writer
+            other_row = segment.rows.array[row]
+            slot = int(other_row["slot"])
+            if _place(segment, slot) < _place(mine, int(entry["slot"])):
+                continue
             try:
-                number = np.array([segment.rows.array["entry"][row]], dtype=np.int64)
+                dead = segment.bitmap.read()
+                if slot < dead.shape[0] and dead[slot]:
+                    continue
+                number = np.array([other_row["entry"]], dtype=np.int64)
                 (other,) = read_entries(
                     writer.path("journal"), writer.id, self._catalogue.digest, number
                 )
                 if _identity(other) != _identity(entry):
                     continue
-                source = _Source(self._catalogue, segment)
+                source = _Source(self._catalogue, segment, self._key)
                 try:
-                    if source.read(other, memory):
+                    if source.read(other, memory[: int(other["stored_length"])]):
                         return True
                 finally:
                     source.close()
-            except (OSError, FormatError):
+            except (OSError, FormatError, ValueError):
                 continue
         return False
 
@@ -313,11 +332,19 @@ class _Copier:
             os.close(fd)
 
 
-def _identity(entry: Any) -> tuple[bytes, int, int, int]:
+def _place(segment: Segment, slot: int) -> tuple[int, str, int, int]:
+    """Something by which any two janitors put records into the same order."""
+    writer = segment.writer
+    created = writer.journal.created if writer.journal is not None else 0
+    return created, writer.name, segment.number, slot
+
+
+def _identity(entry: Any) -> tuple[bytes, int, int, int, int]:
     """What two records have to share to stand for each other."""
     return (
         entry["key"].tobytes(),
         int(entry["layout"]),
         int(entry["raw_length"]),
+        int(entry["stored_length"]),
         int(entry["codec"]),
     )

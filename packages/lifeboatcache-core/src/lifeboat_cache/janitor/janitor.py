@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.errors import FormatError, LifeboatError, NewerFormatError
+from lifeboat_cache.format.header import HEADER_BYTES
+from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
 from lifeboat_cache.janitor.accesses import AccessFolder
 from lifeboat_cache.janitor.catalogue import Catalogue, Segment, Writer
 from lifeboat_cache.janitor.copying import copy_segments
@@ -30,6 +32,7 @@ from lifeboat_cache.targets.layout import (
     FILE_MODE,
     JANITOR_LOCK,
     check_root,
+    segment_name,
     write_atomically,
 )
 from lifeboat_cache.targets.published_usage import publish_usage
@@ -40,6 +43,12 @@ _LATEST = (1 << 32) - 1
 
 #: The growth of the store counts for the headroom for about this long.
 _RATE_HALF_LIFE_S = 120.0
+
+#: By so much, for a grace, the copies of a sparse segment may overshoot the capacity.
+_LENT_BYTES = 256 << 20
+
+#: The shortest run that is punched where records cannot be copied.
+_SHORTEST_HOLE = 64 << 10
 
 #: Who runs less often than this is no reason for a larger headroom.
 _MOST_INTERVAL_S = 60.0
@@ -52,6 +61,9 @@ class _Namespace:
     catalogue: Catalogue
     folder: AccessFolder
     kin: int
+    #: Its integrity key, and whether payloads can be verified with it.
+    key: bytes | None = None
+    verifiable: bool = True
     news: bool = False  # dead bits that readers have not been told of
 
 
@@ -75,6 +87,9 @@ class Janitor:
         The target. Its ``capacity`` and ``reserve`` are what is kept.
     policy
         The settings.
+    key
+        The integrity key. Records of namespaces with another one can be evicted and
+        reclaimed, but not copied, because they cannot be verified.
     clock
         Where the time comes from.
     on_step
@@ -86,12 +101,14 @@ class Janitor:
         target: FilesystemTarget,
         *,
         policy: JanitorPolicy | None = None,
+        key: IntegrityKey | None = None,
         clock: JanitorClock | None = None,
         on_step: Callable[[str], None] | None = None,
     ) -> None:
         self._target = target
         self._root = target.root
         self._policy = policy or JanitorPolicy()
+        self._key = key
         self._clock = clock or JanitorClock()
         self._on_step = on_step
         self._namespaces: dict[str, _Namespace] = {}
@@ -217,7 +234,16 @@ class Janitor:
         if digest is None:
             return None
         catalogue = Catalogue(path, digest, self._clock.monotonic)
-        return _Namespace(catalogue, AccessFolder(catalogue), kinship(document, digest))
+        # Without the document it is not known whether there is a key.
+        needed = document.identity.get(IDENTITY_FIELD) if document is not None else ""
+        mine = self._key is not None and self._key.id == needed
+        return _Namespace(
+            catalogue,
+            AccessFolder(catalogue),
+            kinship(document, digest),
+            key=self._key.secret if self._key is not None and mine else None,
+            verifiable=mine or needed is None,
+        )
 
     def _refresh(self, namespace: _Namespace) -> None:
         try:
@@ -270,7 +296,10 @@ class Janitor:
             if not slots.shape[0]:
                 continue
             try:
+                os.stat(segment.path)
                 segment.bitmap.mark(slots, created)
+            except FileNotFoundError:  # another janitor, or a purge, was faster
+                pass
             except (OSError, FormatError) as error:
                 self._report.problem(segment.bitmap.path.name, error)
                 continue
@@ -294,7 +323,7 @@ class Janitor:
                 continue
             path = namespace.catalogue.directory / DEAD_GENERATION
             try:
-                write_atomically(path, os.urandom(8).hex().encode() + b"\n")
+                write_atomically(path, os.urandom(8).hex().encode() + b"\n", durable=False)
             except OSError as error:
                 self._report.problem(f"{path.parent.name}/{path.name}", error)
                 continue
@@ -371,8 +400,11 @@ class Janitor:
         writer = segment.writer
         ripe = self._ripe(segment)
         settled = segment.settled(self._now, self._policy.grace_s)
-        if settled and bool(ripe.all()) and (writer.complete or len(segment.rows)):
-            if len(segment.rows) and not self._confirmed(segment, ripe):
+        # Cut off by a janitor or a purge that did not get to unlinking it.
+        cut = segment.size < HEADER_BYTES
+        dead = bool(ripe.all()) and (writer.complete or len(segment.rows) > 0)
+        if settled and (cut or dead):
+            if not cut and len(segment.rows) and not self._confirmed(segment, ripe):
                 return 0
             self._step("remove")
             remove_segment(segment)
@@ -384,8 +416,9 @@ class Janitor:
         if self._no_holes or not ripe.any():
             return 0
         ripe &= ~segment.rows.array["done"]
-        holes = dead_runs(segment, ripe, self._policy.punch_bytes)
-        if not holes or segment.allocated <= segment.rows.live_bytes() + self._policy.punch_bytes:
+        least = self._least_hole(segment)
+        holes = dead_runs(segment, ripe, least)
+        if not holes or segment.allocated < segment.rows.live_bytes() + least:
             return 0  # an earlier janitor has done it
         if not self._confirmed(segment, ripe):
             return 0
@@ -435,17 +468,27 @@ class Janitor:
             if settled and (bool(dead.all()) or self._sparse(segment)):
                 total += waste
             elif not self._no_holes:
-                runs = dead_runs(segment, dead & ~rows["done"], self._policy.punch_bytes)
+                runs = dead_runs(segment, dead & ~rows["done"], self._least_hole(segment))
                 total += min(waste, sum(hole.end - hole.start for hole in runs))
         return total
 
+    def _verifiable(self, segment: Segment) -> bool:
+        namespace = self._namespaces.get(segment.writer.directory.name)
+        return namespace is None or namespace.verifiable
+
+    def _least_hole(self, segment: Segment) -> int:
+        """The shortest run that is punched out of a segment."""
+        if self._verifiable(segment):
+            return self._policy.punch_bytes
+        # Nothing else gives the space of these back.
+        return min(self._policy.punch_bytes, _SHORTEST_HOLE)
+
     def _sparse(self, segment: Segment) -> bool:
         """Whether so little of a segment is live that it is rewritten."""
+        if not self._verifiable(segment):
+            return False
         live = segment.rows.live_bytes()
-        waste = segment.allocated - live
-        return live < self._policy.live_ratio * segment.allocated and waste >= min(
-            self._policy.punch_bytes, segment.allocated
-        )
+        return live < self._policy.live_ratio * (segment.allocated - HEADER_BYTES)
 
     def _headroom(self, capacity: int) -> int:
         """Bytes kept free for stores that come before evicted space is reclaimed."""
@@ -547,6 +590,8 @@ class Janitor:
         self._step("rewrite")
         left = self._policy.copy_bytes
         for namespace in self._namespaces.values():
+            if not namespace.verifiable:
+                continue
             chosen, sparse = self._choose(namespace.catalogue, left)
             if not chosen:
                 continue
@@ -577,21 +622,28 @@ class Janitor:
             chosen += small
         # What was written first first, so that what belongs together stays together.
         chosen.sort(key=lambda segment: int(segment.rows.array["time"].min()))
-        room = min(budget, self._room())
+        room = self._room()
         taken: list[Segment] = []
         for segment in chosen:
             live = segment.rows.live_bytes()
-            if live > room:
+            # What is sparse gives back more than it takes: that must begin somewhere,
+            # even in a target that is full.
+            lent = _LENT_BYTES if id(segment) in known else 0
+            if live > min(budget, max(room, min(lent, self._above_reserve()))):
                 continue
             room -= live
+            budget -= live
             taken.append(segment)
         if not any(id(segment) in known for segment in taken) and len(taken) < 2:
             return [], 0
         return taken, sum(id(segment) in known for segment in taken)
 
+    def _above_reserve(self) -> int:
+        return max(0, self._free() - self._target.reserve)
+
     def _room(self) -> int:
         """Bytes that copies may take before what they replace is given back."""
-        room = self._free() - self._target.reserve
+        room = self._above_reserve()
         if self._target.capacity is not None:
             room = min(room, self._target.capacity - self._used())
         return max(0, room)
@@ -609,7 +661,14 @@ class Janitor:
         except LifeboatError:
             direct = False
         try:
-            copied = copy_segments(catalogue, chosen, allowance=allow, direct=direct, report=report)
+            copied = copy_segments(
+                catalogue,
+                chosen,
+                allowance=allow,
+                direct=direct,
+                key=namespace.key,
+                report=report,
+            )
         except (OSError, FormatError) as error:
             report.problem(catalogue.directory.name, error)
             return
@@ -641,21 +700,30 @@ class Janitor:
         for namespace in self._namespaces.values():
             catalogue = namespace.catalogue
             for writer in list(catalogue.writers.values()):
-                if writer.alive or writer.untouchable:
+                if writer.untouchable:
                     continue
                 try:
+                    self._tidy_bitmaps(writer)
+                    if writer.alive:
+                        continue
                     self._tidy_writer(catalogue, namespace, writer)
                 except OSError as error:
                     self._report.problem(writer.name, error)
 
-    def _tidy_writer(self, catalogue: Catalogue, namespace: _Namespace, writer: Writer) -> None:
+    @staticmethod
+    def _tidy_bitmaps(writer: Writer) -> None:
+        """Remove bitmaps of segments that have gone."""
         for number in writer.bitmaps.keys() - writer.segments.keys():
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(writer.directory / f"{writer.name}.{number:08d}.dead")
+            path = writer.directory / segment_name(writer.name, number)
+            if not os.path.lexists(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path.with_suffix(".dead"))
+
+    def _tidy_writer(self, catalogue: Catalogue, namespace: _Namespace, writer: Writer) -> None:
         if not writer.complete:
             return
         for segment in writer.segments.values():
-            kept = max(4096, segment.rows.end())
+            kept = max(HEADER_BYTES, segment.rows.end())
             if not segment.untouchable and (
                 segment.allocated > kept + (64 << 10) or segment.size > kept + (64 << 10)
             ):

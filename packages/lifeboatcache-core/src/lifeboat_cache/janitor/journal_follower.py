@@ -32,13 +32,14 @@ class JournalFollower:
         The file, and the 16 and 32 bytes that its header must name.
     """
 
-    __slots__ = ("_namespace", "_path", "_valid", "_writer", "next", "size")
+    __slots__ = ("_namespace", "_path", "_valid", "_writer", "created", "next", "size")
 
     def __init__(self, path: Path, writer: bytes, namespace: bytes) -> None:
         self._path = path
         self._writer = writer
         self._namespace = namespace
         self._valid = False
+        self.created = 0
         self.next = 0
         self.size = -1
 
@@ -66,6 +67,7 @@ class JournalFollower:
                 if (header.namespace, header.writer) != (self._namespace, self._writer):
                     raise FormatError(f"{name}: the header names another writer; skipped")
                 self._valid = True
+                self.created = header.created
             while True:
                 at = HEADER_BYTES + self.next * ENTRY_BYTES
                 data = os.pread(fd, _PAGE_ENTRIES * ENTRY_BYTES, at)

@@ -55,6 +55,8 @@ _REFUSAL_AGE_S = 1.0
 #: one is by how much each writer can overshoot the capacity.
 _LEAST_SHARE = 4 << 20
 _MOST_SHARE = 256 << 20
+#: At least so many writers are reckoned with, whether they are known or just starting.
+_LEAST_WRITERS = 8
 
 #: Name of a namespace's directory: the first half of its digest.
 _DIRECTORY = re.compile(r"[0-9a-f]{32}")
@@ -200,7 +202,7 @@ class FilesystemTarget(Target):
 
     def usage(self) -> Usage:
         used = sum(self.allocated(directory) for directory in self._directories())
-        self._note(used, 1)
+        self._note(used, 0)
         try:
             free = self._free()
         except OSError:
@@ -215,7 +217,8 @@ class FilesystemTarget(Target):
             self._written = 0
             self._measured = time.monotonic()
             # Others may be writing into the same space without knowing of this writer.
-            self._share = min(_MOST_SHARE, max(_LEAST_SHARE, left // (2 * max(1, writers))))
+            share = left // (2 * max(_LEAST_WRITERS, writers))
+            self._share = min(_MOST_SHARE, max(_LEAST_SHARE, share))
 
     def _measure(self) -> None:
         """Find out what all writers use together, the cheapest way there is."""

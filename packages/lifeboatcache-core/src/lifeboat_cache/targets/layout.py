@@ -115,8 +115,16 @@ def new_writer_id() -> bytes:
     return secrets.token_bytes(16)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that readers see all of it or nothing."""
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a small file so that readers see all of it or nothing.
+
+    Parameters
+    ----------
+    path, data
+        The file and its content.
+    durable
+        Whether it has to be there after a power loss, too.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     fd = os.open(
         temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
@@ -125,8 +133,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
-            # Small and rare: after power loss it must not be found empty.
-            os.fsync(file.fileno())
+            if durable:  # after power loss it must not be found empty
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

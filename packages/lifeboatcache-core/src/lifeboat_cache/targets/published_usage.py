@@ -66,7 +66,7 @@ def publish_usage(
         for directory, writers in known.items()
     }
     document = {"format": 1, "time": time, "used": used, "settled": settled, "known": short}
-    write_atomically(root / USAGE_FILE, json.dumps(document).encode() + b"\n")
+    write_atomically(root / USAGE_FILE, json.dumps(document).encode() + b"\n", durable=False)
 
 
 def read_usage(root: Path, now: float) -> PublishedUsage | None:
