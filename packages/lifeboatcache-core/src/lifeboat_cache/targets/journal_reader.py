@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -13,12 +14,13 @@ import numpy.typing as npt
 
 from lifeboat_cache import kernels
 from lifeboat_cache.errors import FormatError, NewerFormatError
-from lifeboat_cache.format.access import parse_accesses
+from lifeboat_cache.format.access import ACCESS_BYTES, parse_accesses
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, MAGIC_JOURNAL, FileHeader
 from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, parse_entries
 from lifeboat_cache.targets.base import JournalPage, Place
 from lifeboat_cache.targets.directory_listing import DirectoryListing
-from lifeboat_cache.targets.layout import DEAD_GENERATION, writer_alive
+from lifeboat_cache.targets.holes import data_start
+from lifeboat_cache.targets.layout import DEAD_GENERATION, segment_name, writer_alive
 from lifeboat_cache.targets.segment_extents import SegmentExtents, stamp_of
 
 __all__ = ["JournalReader"]
@@ -27,6 +29,9 @@ __all__ = ["JournalReader"]
 #: the interpreter. Kernels do without it.
 _PAGE_ENTRIES = 2048
 _KERNEL_PAGE_ENTRIES = 8192
+
+#: An access log is read in pieces of so many bytes.
+_LOG_PAGE_BYTES = 4096 * ACCESS_BYTES
 
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -51,6 +56,7 @@ class _Journal:
         "checked",
         "idle",
         "index",
+        "opened",
         "pending",
         "probe_at",
         "probe_s",
@@ -71,6 +77,8 @@ class _Journal:
         self.pending = False
         #: Polls since it was opened.
         self.idle = 0
+        #: Whether it was opened since all were.
+        self.opened = False
         #: Whether its writer was asked for once.
         self.checked = False
         self.probe_at = 0.0
@@ -80,9 +88,9 @@ class _Journal:
 class JournalReader:
     """Reads what the writers of one namespace directory have journaled.
 
-    A poll lists the directory if it has changed, and looks at the journals of writers
-    that may live; that of a dead writer is read to its end once. At most one file is
-    open at a time. One thread polls at a time.
+    A poll lists the directory if it has changed, looks at the journals of writers that
+    may live, and opens those that have grown, and all once in a while; that of a dead
+    writer is read to its end once. At most one file is open at a time. One thread polls.
 
     Parameters
     ----------
@@ -105,7 +113,11 @@ class JournalReader:
 
     @property
     def complete(self) -> bool:
-        """Whether the last poll went through, and could read every journal to its end."""
+        """Whether the last poll ended a round: every journal was opened and read to its end.
+
+        By then every record is known that was journaled before the round began. A round
+        takes one poll or a few: see above what is not opened at each.
+        """
         return self._complete
 
     def poll(self, skip: bytes | None = None) -> Iterator[JournalPage]:
@@ -135,8 +147,13 @@ class JournalReader:
                 continue  # the next listing says so too
             except OSError:
                 journal.stamp = None
+                journal.opened = False
                 complete = False  # it may be readable at the next poll
-        self._complete = complete
+        living = [journal for name, journal in self._unfinished.items() if name != own]
+        self._complete = complete and all(journal.opened for journal in living)
+        if self._complete:
+            for journal in living:
+                journal.opened = False
 
     def _look(self) -> bool:
         """List the directory if it has changed; returns whether it could be read."""
@@ -198,6 +215,7 @@ class JournalReader:
         """Read on; the generator returns whether the journal was read to its very end."""
         fd = os.open(path, _OPEN)
         try:
+            journal.opened = True
             journal.stamp = stamp_of(os.fstat(fd))
             if not journal.valid:
                 header = FileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), MAGIC_JOURNAL, path.name)
@@ -283,8 +301,17 @@ class JournalReader:
             if key not in known:
                 known[key] = self._extents.dead(*key)
             dead = known[key]
-            out.append(dead is not None and slot < dead.shape[0] and bool(dead[slot]))
+            marked = dead is not None and slot < dead.shape[0] and bool(dead[slot])
+            out.append(marked or (dead is None and self._reclaimed(*key)))
         return out
+
+    def _reclaimed(self, writer: bytes, segment: int) -> bool:
+        """Whether a segment was removed or is being removed, which its bitmap follows."""
+        try:
+            path = self._directory / segment_name(writer.hex(), segment)
+            return os.stat(path).st_size < HEADER_BYTES
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ESTALE)
 
     # Access logs --------------------------------------------------------------
 
@@ -294,7 +321,21 @@ class JournalReader:
         for writer in sorted(self._listing.access):
             name = f"{writer}.access"
             with contextlib.suppress(OSError, FormatError):
-                data = (self._directory / name).read_bytes()
-                header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_ACCESS, name)
-                if header.namespace == self._namespace:
-                    yield parse_accesses(data[HEADER_BYTES:])
+                yield from self._read_log(name)
+
+    def _read_log(self, name: str) -> Iterator[Entries]:
+        fd = os.open(self._directory / name, _OPEN)
+        try:
+            header = FileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), MAGIC_ACCESS, name)
+            if header.namespace != self._namespace:
+                return
+            # Where a janitor has read it, a living process's log is one large hole.
+            at = data_start(fd, HEADER_BYTES)
+            at = max(HEADER_BYTES, at - (at - HEADER_BYTES) % ACCESS_BYTES)
+            while data := os.pread(fd, _LOG_PAGE_BYTES, at):
+                yield parse_accesses(data)
+                at += len(data)
+                if len(data) < _LOG_PAGE_BYTES:
+                    return
+        finally:
+            os.close(fd)
