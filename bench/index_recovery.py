@@ -19,7 +19,8 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,31 @@ def bench_recovery(report: Report, directory: Path, blocks: int, rounds: int) ->
     return index
 
 
+def _look_up(index: Index, batches: list[list[bytes]], number: int) -> object:
+    return index.find(batches[number % len(batches)])
+
+
+def _look_up_dict(known: dict[bytes, int], batches: list[list[bytes]], number: int) -> object:
+    return [key in known for key in batches[number % len(batches)]]
+
+
+def _touch(index: Index, batches: list[list[bytes]], now: int, number: int) -> object:
+    return index.touch_places(batches[number % len(batches)], now + number)
+
+
+def _touch_dict(known: dict[bytes, int], batches: list[list[bytes]], now: int, number: int) -> None:
+    for key in batches[number % len(batches)]:
+        known[key] = now + number
+
+
+def _insert(index: Index, parts: list[Entries], number: int) -> object:
+    return index.insert(b"w" * 16, parts[number])
+
+
+def _insert_dict(known: dict[bytes, int], names: list[list[bytes]], number: int) -> None:
+    known.update(dict.fromkeys(names[number], 0))
+
+
 def bench_calls(report: Report, index: Index, blocks: int, rounds: int) -> None:
     """Lookups and touches of an index of so many blocks."""
     keys = index.keys()
@@ -128,23 +154,19 @@ def bench_calls(report: Report, index: Index, blocks: int, rounds: int) -> None:
         batches = [
             [keys[at] for at in rng.integers(0, blocks, count)] for _ in range(min(times, 64))
         ]
-        ours, peer, touched, assigned = [], [], [], []
-
-        def pick(number: int, batches: list[list[bytes]] = batches) -> list[bytes]:
-            return batches[number % len(batches)]
-
-        def touch_all(number: int, now: int) -> None:
-            for key in batches[number % len(batches)]:  # noqa: B023 (called at once)
-                known[key] = now
-
+        ours: list[float] = []
+        peer: list[float] = []
+        touched: list[float] = []
+        assigned: list[float] = []
         for turn in range(rounds):
-            ours.append(per_key(lambda n: index.find(pick(n)), times, count))
-            peer.append(per_key(lambda n: [key in known for key in pick(n)], times, count))
             now = 2**20 + 2**12 * turn
-            touched.append(
-                per_key(lambda n, now=now: index.touch_places(pick(n), now + n), times, count)
-            )
-            assigned.append(per_key(lambda n, now=now: touch_all(n, now + n), times, count))
+            for measured, work in (
+                (ours, partial(_look_up, index, batches)),
+                (peer, partial(_look_up_dict, known, batches)),
+                (touched, partial(_touch, index, batches, now)),
+                (assigned, partial(_touch_dict, known, batches, now)),
+            ):
+                measured.append(per_key(work, times, count))
         each = f"of {count} keys, each"
         report.add(compare(_BENCH, case, f"lookup {each}", "us", ours, peer=(_PEER, peer)))
         report.add(compare(_BENCH, case, f"touch {each}", "us", touched, peer=(_PEER, assigned)))
@@ -152,21 +174,19 @@ def bench_calls(report: Report, index: Index, blocks: int, rounds: int) -> None:
 
 def bench_insertion(report: Report, blocks: int, rounds: int) -> None:
     rng = np.random.default_rng(2)
-    parts = [records(rng, _SEGMENT_BLOCKS, segment) for segment in range(blocks // _SEGMENT_BLOCKS)]
+    parts = [
+        records(rng, _SEGMENT_BLOCKS, segment) for segment in range(-(-blocks // _SEGMENT_BLOCKS))
+    ]
     names = [part["key"].tolist() for part in parts]
     ours, peer = [], []
     for _ in range(rounds):
-        index = Index()
-        ours.append(per_key(lambda n, i=index: i.insert(b"w" * 16, parts[n]), len(parts), 4096))
-        known: dict[bytes, int] = {}
-        peer.append(
-            per_key(lambda n, d=known: d.update(dict.fromkeys(names[n], 0)), len(parts), 4096)
-        )
+        ours.append(per_key(partial(_insert, Index(), parts), len(parts), _SEGMENT_BLOCKS))
+        peer.append(per_key(partial(_insert_dict, {}, names), len(parts), _SEGMENT_BLOCKS))
     row = compare(_BENCH, f"{blocks:,} blocks", "insertion, each", "us", ours, peer=(_PEER, peer))
     report.add(row)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dev.py bench index_recovery",
         description=__doc__,
@@ -176,7 +196,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--blocks", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--plain", action="store_true", help="without kernels")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     rounds = max(LEAST_PAIRS, arguments.rounds)
     report = Report(arguments.json)
     machine_use("before")
