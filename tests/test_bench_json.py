@@ -18,7 +18,7 @@ BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
 
 NAMES = {"bench", "case", "metric", "unit", "peer_name", "limit_name"}
 NUMBERS = {"ours", "peer", "limit", "ratio_peer", "ratio_limit"}
-UNITS = {"s", "us", "GB/s", "share"}
+UNITS = {"s", "us", "GB/s", "share", "bytes"}
 
 Rows = list[dict[str, Any]]
 
@@ -107,6 +107,17 @@ def test_identity(
         "cold", "warm", "cold beside a busy thread", "the busy thread keeps",
     ]  # fmt: skip
     assert found[0]["limit_name"] == "reading as many bytes"
+
+
+def test_index_recovery(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = bench("index_recovery", monkeypatch)
+    options = ("--plain", "--blocks", "5000", "--rounds", "7")
+    found = {row["metric"]: row for row in rows(module, "index_recovery", capsys, *options)}
+    assert found["recovery"]["limit_name"] == "reading the journals"
+    assert found["memory of a block"]["limit"] == 200
+    assert all(row["peer_name"] == "dict" for row in found.values() if row["peer"])
 
 
 class PretendedServer:
