@@ -139,6 +139,21 @@ def test_blocked_signals_of_the_engine_do_not_make_it_deaf(home: Path) -> None:
     until(lambda: gone(pid), "its end")
 
 
+def test_start_without_waiting(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ensure_agent(home, wait=False).state is AgentState.STARTING
+    pid = running(home)
+    assert ensure_agent(home, wait=False).pid == pid
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: gone(pid), "its end")
+    # Why it failed is told later.
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    until(lambda: "/nowhere/python" in ensure_agent(home, wait=False).reason, "the reason")
+    thread = starter_module._starter
+    assert thread is not None
+    thread.join(120)
+    assert not thread.is_alive()
+
+
 def test_home_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

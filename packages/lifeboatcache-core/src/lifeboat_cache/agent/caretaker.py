@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lifeboat_cache.agent.priority import step_back
 from lifeboat_cache.agent.status import HUNG_AFTER_S
 from lifeboat_cache.agent.wanted import WantedTarget
+from lifeboat_cache.errors import ConfigError
+from lifeboat_cache.integrity import IntegrityKey, load_integrity_key
 from lifeboat_cache.registry import TargetFacts
 from lifeboat_cache.targets.layout import check_root
 
@@ -182,9 +184,11 @@ class Caretaker:
                 else:
                     from lifeboat_cache.janitor import Janitor, JanitorPolicy
 
-                    policy = JanitorPolicy()
+                    policy = JanitorPolicy(eviction=of.eviction)
                     if janitor is None:
-                        janitor = Janitor(of.open(), policy=policy, on_step=self._on_step)
+                        janitor = Janitor(
+                            of.open(), policy=policy, key=self._key(of), on_step=self._on_step
+                        )
                     report = janitor.run_once()
                     now = time.monotonic()
                     self._note(report)
@@ -202,6 +206,16 @@ class Caretaker:
             finally:
                 self._since, self._step = None, ""
             self._wake.wait(pause)
+
+    def _key(self, of: WantedTarget) -> IntegrityKey | None:
+        """The integrity key; without it, what it protects is not rewritten."""
+        if of.integrity_key is None:
+            return None
+        try:
+            return load_integrity_key(of.integrity_key)
+        except ConfigError as error:
+            self._say(str(error))
+            return None
 
     def _on_step(self, step: str) -> None:
         self._step = step

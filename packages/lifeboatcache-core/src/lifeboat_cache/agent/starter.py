@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lifeboat_cache import kernels
@@ -49,11 +49,16 @@ _guard = threading.Lock()
 _asked_for_kernels: list[bool] = []
 _said: dict[AgentState, float] = {}
 
+# The thread that starts an agent, and what has become of the last attempts.
+_starter: threading.Thread | None = None
+_last: dict[Path, AgentStatus] = {}
+
 
 def _after_fork() -> None:
-    """In a forked child: the thread that held it stayed with the parent."""
-    global _guard
+    """In a forked child: the threads stayed with the parent."""
+    global _guard, _starter
     _guard = threading.Lock()
+    _starter = None
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -65,12 +70,13 @@ def ensure_agent(
     *,
     lease_s: float = LEASE_S,
     hung_after_s: float = HUNG_AFTER_S,
+    wait: bool = True,
 ) -> AgentStatus:
     """Make sure that this node and home have an agent; call it again every few seconds.
 
-    Costs a look at two small files where one is alive. Otherwise it starts one and
-    returns when that has taken its lock: some tenths of a second, in which nothing
-    holds the interpreter. Never raises; the status says why there is none.
+    Costs a look at two small files where one is alive. Otherwise it starts one, which
+    takes some tenths of a second, in which nothing holds the interpreter. Never
+    raises; the status says why there is none.
 
     Parameters
     ----------
@@ -82,44 +88,85 @@ def ensure_agent(
         How long the agent outlives the last engine, in seconds.
     hung_after_s
         Silence of the agent, in seconds, after which another is started in its place.
+    wait
+        Whether to return when the agent has its lock. Otherwise it is started on
+        another thread, and why that failed is told by the next call.
     """
+    places = AgentPlaces.of(home)
+    status = _guarded(places, lambda: _look(places, hung_after_s))
+    if status.alive and not _outdated(status):
+        return status
+
+    def attempt() -> AgentStatus:
+        found = _guarded(places, lambda: _attempt(places, config_path, lease_s, hung_after_s))
+        if found.state in (AgentState.FAILED, AgentState.BACKOFF):
+            _say(found)
+        _last[places.home] = found
+        return found
+
+    if wait:
+        return attempt()
+    before = _last.get(places.home)
+    _in_background(attempt)
+    return AgentStatus(AgentState.STARTING) if before is None or before.alive else before
+
+
+def _guarded(places: AgentPlaces, work: Callable[[], AgentStatus]) -> AgentStatus:
+    """Do what must not reach the engine when it fails."""
     try:
-        places = AgentPlaces.of(home)
-        status = status_at(places, hung_after_s)
-        if status.alive and not _outdated(status):
-            _ensure_kernels(places, status)
-            return status
-        if not _guard.acquire(blocking=False):
-            return AgentStatus(AgentState.STARTING)
-        try:
-            places.make()
-            with start_lock(places) as mine:
-                if not mine:
-                    return AgentStatus(AgentState.STARTING)
-                # Somebody may have started it between the look and the lock.
-                status = status_at(places, hung_after_s)
-                if _outdated(status):
-                    _log.info("LifeboatCache: an agent of release %s makes room", status.core)
-                    stop_agent(places, status, _STOP_S)
-                    status = status_at(places, hung_after_s)
-                if not status.alive and status.state is not AgentState.BACKOFF:
-                    status = _start(places, config_path, lease_s, status)
-        finally:
-            _guard.release()
+        return work()
     except OSError as error:
-        status = AgentStatus(
+        return AgentStatus(
             AgentState.FAILED,
-            f"the agent cannot be started: {error.filename or home}: {error.strerror or error}: "
+            f"the agent cannot be started: {error.filename or places.home}: "
+            f"{error.strerror or error}: "
             "choose a home directory (LIFEBOAT_CACHE_HOME) that can be written",
         )
-    except Exception as error:  # a fault of ours must not reach the engine
-        status = AgentStatus(
+    except Exception as error:
+        return AgentStatus(
             AgentState.FAILED,
             f"the agent cannot be started: {type(error).__name__}: {error}: please report this",
         )
-    if status.state in (AgentState.FAILED, AgentState.BACKOFF):
-        _say(status)
+
+
+def _in_background(attempt: Callable[[], AgentStatus]) -> None:
+    global _starter
+    if _starter is None or not _starter.is_alive():
+        thread = threading.Thread(target=attempt, name="lifeboat-agent-start", daemon=True)
+        # No thread to be had: the next call tries again.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            _starter = thread
+
+
+def _look(places: AgentPlaces, hung_after_s: float) -> AgentStatus:
+    status = status_at(places, hung_after_s)
+    if status.alive and not _outdated(status):
+        _ensure_kernels(places, status)
     return status
+
+
+def _attempt(
+    places: AgentPlaces, config: Path | None, lease_s: float, hung_after_s: float
+) -> AgentStatus:
+    if not _guard.acquire(blocking=False):
+        return AgentStatus(AgentState.STARTING)
+    try:
+        places.make()
+        with start_lock(places) as mine:
+            if not mine:
+                return AgentStatus(AgentState.STARTING)
+            # Somebody may have started it between the look and the lock.
+            status = status_at(places, hung_after_s)
+            if _outdated(status):
+                _log.info("LifeboatCache: an agent of release %s makes room", status.core)
+                stop_agent(places, status, _STOP_S)
+                status = status_at(places, hung_after_s)
+            if not status.alive and status.state is not AgentState.BACKOFF:
+                status = _start(places, config, lease_s, status)
+            return status
+    finally:
+        _guard.release()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from lifeboat_cache.targets.filesystem import FilesystemTarget
 __all__ = ["WantedTarget", "merged", "of_config", "of_document"]
 
 _DirectIO = Literal["auto", "on", "off"]
+_Eviction = Literal["lru", "none"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class WantedTarget:
         Bytes that the filesystem must keep free.
     direct_io
         See :class:`FilesystemTarget`.
+    eviction
+        See :class:`~lifeboat_cache.janitor.JanitorPolicy`.
+    integrity_key
+        The key's file, without which records that it protects cannot be copied.
     """
 
     path: Path
@@ -39,6 +44,8 @@ class WantedTarget:
     capacity: int | None
     reserve: int
     direct_io: _DirectIO
+    eviction: _Eviction = "lru"
+    integrity_key: Path | None = None
 
     def open(self) -> FilesystemTarget:
         """The target; nothing is read or made."""
@@ -60,6 +67,8 @@ def of_config(config: Config) -> list[WantedTarget]:
             tier.capacity_bytes,
             tier.min_free_bytes,
             tier.direct_io,
+            config.eviction.policy,
+            config.security.integrity_key,
         )
         for tier in config.storage.places
     ]
@@ -120,7 +129,12 @@ def merged(targets: Iterable[WantedTarget]) -> tuple[dict[Path, WantedTarget], l
         reserve = max(known.reserve, target.reserve)
         modes = {known.direct_io, target.direct_io}
         direct_io: _DirectIO = "off" if "off" in modes else "on" if "on" in modes else "auto"
-        chosen[target.path] = WantedTarget(target.path, known.name, capacity, reserve, direct_io)
+        # What engines publish of a target says nothing of these two.
+        eviction: _Eviction = "none" if "none" in (known.eviction, target.eviction) else "lru"
+        key = known.integrity_key or target.integrity_key
+        chosen[target.path] = WantedTarget(
+            target.path, known.name, capacity, reserve, direct_io, eviction, key
+        )
         if (known.capacity, known.reserve) != (target.capacity, target.reserve):
             disagreements[target.path] = (
                 f"{target.path}: engines and configuration disagree on its limits; the smallest "

@@ -69,7 +69,7 @@ class Household:
     def _see_to_the_agent(self) -> None:
         from lifeboat_cache.agent import ensure_agent
 
-        status = ensure_agent(self._home)
+        status = ensure_agent(self._home, wait=False)
         if status.reason and not status.alive and status.reason != self._said:
             self._said = status.reason
             _log.warning("LifeboatCache: there is no agent: %s", status.reason)
