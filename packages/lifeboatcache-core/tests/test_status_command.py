@@ -18,7 +18,7 @@ import pytest
 from lifeboat_cache.agent import AgentState, AgentStatus
 from lifeboat_cache.cli import status_command
 from lifeboat_cache.cli.main import main
-from lifeboat_cache.registry import Registration, TargetFacts, agent_document
+from lifeboat_cache.registry import Registration, TargetFacts, agent_document, stands_down
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.version import __version__
 
@@ -291,6 +291,44 @@ def test_who_says_nothing_hangs(
     code, text = run()
     assert code == 1
     assert f"{said} {os.getpid()}) has published nothing for 1.7 m" in " ".join(text.split())
+
+
+def test_an_engine_that_runs_without_the_cache_is_shown(
+    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import sys, pathlib; from lifeboat_cache.registry import stands_down; "
+        "home = pathlib.Path(sys.argv[1]); "
+        "stands_down(home, 'no room: free some', engine='vllm').join(); "
+        "stands_down(home, 'no memory: add some', engine='vllm').join(); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    # It says so once; that it says nothing more is no fault.
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    boot = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: boot(clock) + 3600)
+    code, text = run("--json")
+    assert code == 1
+    assert json.loads(text)["problems"] == [
+        f"vllm (pid {child.pid}) stands down: no memory: add some"
+    ]
+    text = run()[1]
+    assert f"{child.pid}  engine" in text
+    child.communicate()
+    assert run()[0] == 0
+
+
+def test_a_notice_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    thread = stands_down(tmp_path / "file", "no room", engine="vllm")
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_killed_engine_is_not_there(home: Path, run: Run) -> None:

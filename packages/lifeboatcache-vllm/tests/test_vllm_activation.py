@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from lifeboat_cache.integrations import (
     vllm_plugin,
 )
 from lifeboat_cache.integrations.vllm_switch import is_enabled
+from lifeboat_cache.registry import processes
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 Launch = Callable[..., Any]
@@ -89,6 +91,19 @@ def test_nothing_configured_gives_native_offloading_with_our_tier(
     }
     (line,) = said(caplog)
     assert line.startswith("LifeboatCache is on: ")
+
+
+def test_an_engine_without_the_cache_is_in_the_status(launch: Launch, home: Path) -> None:
+    assert launch(offloads=False).kv_transfer_config is None
+    give_up = time.monotonic() + 60
+    while not (found := [entry for entry in processes(home) if entry.document]):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    (entry,) = found
+    assert entry.alive
+    assert entry.document["state"] == "disabled"
+    assert entry.document["engine"]["name"] == "vllm"
+    assert "offloads KV only on" in entry.document["reason"]
 
 
 def test_a_transfer_configuration_of_the_launch_wins(launch: Launch) -> None:

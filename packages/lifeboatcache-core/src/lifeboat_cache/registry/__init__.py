@@ -8,6 +8,7 @@ be asked, and whoever is killed is noticed.
 from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.document import TargetFacts, agent_document
 from lifeboat_cache.registry.extra import attach
+from lifeboat_cache.registry.notice import stands_down
 from lifeboat_cache.registry.processes import ProcessEntry, processes
 from lifeboat_cache.registry.publisher import StorePublisher
 from lifeboat_cache.registry.registration import Registration, Role
@@ -26,4 +27,5 @@ __all__ = [
     "fold",
     "processes",
     "snapshot",
+    "stands_down",
 ]

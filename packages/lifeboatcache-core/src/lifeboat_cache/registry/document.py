@@ -22,7 +22,8 @@ The agent's document::
     recent      {}
     counters    label ``target``
 
-Documents of newer releases may say more.
+An engine that runs without the cache publishes once ``{kind: "notice", state: "disabled",
+reason, engine}``. Documents of newer releases may say more.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _of_stores(entries: Sequence[ProcessEntry]) -> list[str]:
         if entry.document.get("state") == "disabled":
             reason = str(entry.document.get("reason") or "the log says why")
             found.append(f"{_who(entry)} stands down: {reason}")
-        if entry.age > SILENT_S and entry.document:
+        if entry.age > SILENT_S and entry.document and entry.document.get("kind") != "notice":
             found.append(
                 f"{_who(entry)} has published nothing for {format_duration(entry.age)}: it hangs, "
                 "its storage does, or the home directory is full"
@@ -104,6 +104,7 @@ def _of_agent(entries: Sequence[ProcessEntry], now: float, expected: bool, why: 
     machines = {entry.identity.boot for entry in agents}
     alone = any(
         entry.role == "engine"
+        and entry.document.get("kind") != "notice"
         and entry.identity.boot not in machines
         and abs(now - entry.started) > _STARTING_S
         for entry in living_stores(entries)

@@ -84,6 +84,9 @@ def install(platform_can_offload: Callable[[], bool]) -> None:
 
 def _stand_down(reason: str) -> None:
     _log.warning("LifeboatCache stands down, vLLM runs without it: %s", reason)
+    from lifeboat_cache.integrations.vllm_published import show_stand_down
+
+    show_stand_down(reason)
 
 
 def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int:

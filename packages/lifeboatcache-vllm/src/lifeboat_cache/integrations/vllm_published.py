@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +11,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache.config.paths import home_directory
 from lifeboat_cache.integrations.vllm_requests import split_key
 from lifeboat_cache.interface import Outcome
+from lifeboat_cache.registry import stands_down
 
-__all__ = ["Published"]
+__all__ = ["Published", "show_stand_down"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+
+def show_stand_down(reason: str) -> None:
+    """Have ``lifeboat-cache status`` show that this engine runs without the cache."""
+    import vllm
+
+    try:
+        stands_down(
+            home_directory(os.environ), reason, engine="vllm", version=str(vllm.__version__)
+        )
+    except ValueError as exc:  # there is no home directory
+        _log.debug("LifeboatCache: the status cannot show it: %s", exc)
 
 
 class Published:

@@ -41,7 +41,7 @@ from lifeboat_cache.integrations.vllm_handover import engine_config
 from lifeboat_cache.integrations.vllm_lora import EngineAdapters
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_namespace import find_namespace
-from lifeboat_cache.integrations.vllm_published import Published
+from lifeboat_cache.integrations.vllm_published import Published, show_stand_down
 from lifeboat_cache.integrations.vllm_requests import RequestKeys
 from lifeboat_cache.interface import (
     BlockBatch,
@@ -147,8 +147,10 @@ class LifeboatTier(SecondaryTierManager):
         except LifeboatError as exc:
             # A typing error in a file must not take the engine down.
             _log.error("LifeboatCache stands down: %s", exc)
+            show_stand_down(str(exc))
         except Exception:
             _log.exception("LifeboatCache stands down: it could not start; please report this")
+            show_stand_down("it could not start: see the log, and report this")
 
     def _begin(self, config: Path | None) -> None:
         require_interface(1, 0, "lifeboatcache-vllm")
