@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,11 +186,11 @@ def start(home: Path) -> Iterator[Start]:
         yield start
 
 
-def configure(home: Path, capacity: str) -> None:
+def configure(home: Path, capacity: str, port: int = 0) -> None:
     temporary = home / "new.yaml"
     temporary.write_text(
         f"storage:\n  fallback_local: {{capacity_gb: {capacity}, min_free_gb: 0}}\n"
-        "telemetry: {prometheus: {port: 0}}\n"
+        f"telemetry: {{prometheus: {{port: {port}}}}}\n"
     )
     os.replace(temporary, home / "lifeboat.yaml")
 
@@ -228,6 +230,36 @@ def test_it_follows_configuration_and_engines(home: Path, start: Start, tmp_path
     until(lambda: published(home).get("reason") == "", "the end of the problem")
     second.end()
     until(lambda: looked_after(home) == {kv: 4 * MIB}, "the end of the engine's target")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def metrics(port: int) -> str:
+    """What is served; nothing if nobody serves."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
+
+
+def test_it_serves_metrics_where_the_configuration_says(home: Path, start: Start) -> None:
+    first, second = free_port(), free_port()
+    configure(home, "1GiB", first)
+    start().ask("ensure")
+    running(home)
+    until(lambda: 'role="engine"' in metrics(first), "metrics")
+    configure(home, "1GiB", second)
+    until(lambda: 'role="agent"' in metrics(second), "metrics at the other port")
+    assert metrics(first) == ""
+    # A taken port stops nothing, and is told.
+    with socket.create_server(("127.0.0.1", first)):
+        configure(home, "2GiB", first)
+        until(lambda: "cannot be listened on" in published(home)["reason"], "the problem")
+        assert looked_after(home) == {str(home / "kv"): 2 << 30}
 
 
 def fill(root: Path, blocks: int, age: float, monkeypatch: pytest.MonkeyPatch) -> Namespace:
