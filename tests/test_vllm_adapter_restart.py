@@ -32,7 +32,7 @@ def test_a_changed_adapter_at_the_same_path_finds_nothing_and_the_same_one_every
     adapter = write_adapter(tmp_path / "adapter")
     home = tmp_path / "home"
     home.mkdir()
-    (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 0.5}\n")
+    (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 0.5}\nagent: {autostart: false}\n")
 
     def start() -> VllmServer:
         return start_server(

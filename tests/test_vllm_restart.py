@@ -51,7 +51,9 @@ class Launches:
 
     def configure(self, text: str) -> None:
         """Write lifeboat.yaml. The CPU tier is small, for it is touched at every start."""
-        (self.home / "lifeboat.yaml").write_text(f"engine: {{native_cpu_gb: 0.5}}\n{text}")
+        (self.home / "lifeboat.yaml").write_text(
+            f"engine: {{native_cpu_gb: 0.5}}\nagent: {{autostart: false}}\n{text}"
+        )
 
     def __call__(self, *args: str) -> VllmServer:
         return self._start(env=self.env, args=[*self.args, *args])

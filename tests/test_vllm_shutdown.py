@@ -18,7 +18,7 @@ def test_a_shutdown_timeout_lets_vllm_clean_up(
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 0.5}\n")
+    (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 0.5}\nagent: {autostart: false}\n")
     server = start_server(
         env={"LIFEBOAT_CACHE": "1", "LIFEBOAT_CACHE_HOME": str(home)},
         args=["--shutdown-timeout", str(timeout_s)],

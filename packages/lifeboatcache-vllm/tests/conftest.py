@@ -9,11 +9,28 @@ from typing import Any
 import pytest
 from vllm_tiering import Engine
 
+from lifeboat_cache import kernels
+from lifeboat_cache.agent import AgentState, AgentStatus
 from lifeboat_cache.integrations import vllm_namespace
 
 OpenEngine = Callable[..., Engine]
 
 ROW = 64 << 10
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels(pytestconfig: pytest.Config) -> None:
+    """Kernels are there, as in production; kept from one run of pytest to the next."""
+    assert pytestconfig.cache is not None
+    directory = Path(pytestconfig.cache.mkdir("lifeboat-kernels"))
+    assert kernels.compile_all(directory), kernels.reason()
+
+
+@pytest.fixture(autouse=True)
+def _no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of this process start no agent."""
+    there = AgentStatus(AgentState.RUNNING)
+    monkeypatch.setattr("lifeboat_cache.agent.ensure_agent", lambda home, **options: there)
 
 
 @pytest.fixture

@@ -63,6 +63,8 @@ def test_another_engine_restores_what_one_stored(engine: OpenEngine, stored: Any
 def test_another_process_restores_what_one_stored(
     home: Path, engine: OpenEngine, tmp_path: Path
 ) -> None:
+    home.mkdir()
+    (home / "lifeboat.yaml").write_text("agent: {autostart: false}\n")
     script = (
         "import os\n"
         "from vllm_tiering import Engine, offload_keys, random_chunks\n"
@@ -83,6 +85,44 @@ def test_another_process_restores_what_one_stored(
     assert ended.returncode == -9, ended.stderr
     keys, chunks = offload_keys(COUNT), random_chunks(COUNT, ROW)
     assert same(engine().restore(keys), keys, chunks)
+
+
+def test_an_engine_finds_what_another_process_stores_while_both_run(
+    home: Path, engine: OpenEngine, tmp_path: Path
+) -> None:
+    # As data-parallel ranks do: storage.shared_lookup.
+    home.mkdir()
+    (home / "lifeboat.yaml").write_text("agent: {autostart: false}\n")
+    first = engine()
+    assert first.tier.store.wait_recovered(30)
+    assert first.restore(offload_keys(COUNT)) == {}
+    script = (
+        "import sys\n"
+        "from vllm_tiering import Engine, offload_keys, random_chunks\n"
+        "tier = {'type': 'LifeboatTier',"
+        " 'module_path': 'lifeboat_cache.integrations.vllm_tier'}\n"
+        f"with Engine(tier, row_bytes={ROW}) as engine:\n"
+        f"    engine.store(offload_keys({COUNT}), random_chunks({COUNT}, {ROW}))\n"
+        "    print('stored', flush=True)\n"
+        "    sys.stdin.read()\n"  # it lives on, and holds its files open
+    )
+    support = Path(sys.modules["vllm_tiering"].__file__ or "").parent
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(support)!r})\n{script}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert "stored" in (line.strip() for line in other.stdout)
+        keys, chunks = offload_keys(COUNT), random_chunks(COUNT, ROW)
+        end = time.monotonic() + 60
+        while not (found := first.restore(keys)):
+            assert time.monotonic() < end, "it was never found"
+            time.sleep(0.05)
+        assert same(found, keys, chunks)
+        assert other.poll() is None
+        other.communicate("")
 
 
 def test_a_prefix_is_served_up_to_the_first_missing_chunk(engine: OpenEngine, stored: Any) -> None:
@@ -476,13 +516,13 @@ def test_a_load_never_lands_after_its_job_was_reported(
     store = second.tier.store
     store.wait_recovered(10)
     release, reader = threading.Event(), store._reader
-    original = reader.read
+    original = reader.open_segment
 
     def slow(*args: Any) -> Any:
         release.wait(30)
         return original(*args)
 
-    monkeypatch.setattr(reader, "read", slow)
+    monkeypatch.setattr(reader, "open_segment", slow)
     context = second.request(keys)
     for key in keys:
         second.manager.lookup(key, context)
@@ -504,13 +544,13 @@ def test_shutdown_says_when_storage_does_not_answer(
     store = second.tier.store
     store.wait_recovered(10)
     release, reader = threading.Event(), store._reader
-    original = reader.read
+    original = reader.open_segment
 
     def hang(*args: Any) -> Any:
         release.wait(60)
         return original(*args)
 
-    monkeypatch.setattr(reader, "read", hang)
+    monkeypatch.setattr(reader, "open_segment", hang)
     context = second.request(keys)
     second.manager.lookup(keys[0], context)
     second.step()

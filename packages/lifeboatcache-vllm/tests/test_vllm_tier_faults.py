@@ -292,13 +292,13 @@ def test_a_tier_that_cannot_start_stands_down(
 def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let reads of the tier's store wait."""
     reader, release = engine.tier.store._reader, threading.Event()
-    original = reader.read
+    original = reader.open_segment
 
-    def read(*args: Any) -> Any:
+    def open_segment(*args: Any) -> Any:
         release.wait(30)
         return original(*args)
 
-    monkeypatch.setattr(reader, "read", read)
+    monkeypatch.setattr(reader, "open_segment", open_segment)
     return release
 
 
