@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from lifeboat_cache.agent.caretaker import Caretaker
+from lifeboat_cache.agent.wanted import WantedTarget
 from lifeboat_cache.config import load_config
+from lifeboat_cache.janitor import JanitorReport
 from lifeboat_cache.registry import (
     Registration,
     StorePublisher,
@@ -434,3 +438,13 @@ def test_every_count_that_is_published_is_shown() -> None:
     shown = {info.counted for info in METRICS if info.counted}
     for name in values:
         assert name in shown or f"{name.partition(':')[0]}:" in shown, name
+
+
+def test_what_the_agent_counts_is_shown(tmp_path: Path) -> None:
+    caretaker = Caretaker.__new__(Caretaker)
+    caretaker._totals = Counter()
+    caretaker._said = {}
+    caretaker._wanted = WantedTarget(tmp_path, "nvme", None, 0, "auto")
+    caretaker._note(JanitorReport())
+    shown = {info.counted for info in METRICS}
+    assert set(caretaker._totals) <= shown

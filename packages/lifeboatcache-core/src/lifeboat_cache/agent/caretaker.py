@@ -228,6 +228,7 @@ class Caretaker:
             janitor_passes=1,
             evicted_blocks=report.evicted_blocks,
             evicted_bytes=report.evicted_bytes,
+            corrupt_blocks=report.corrupt_blocks,
             reclaimed_bytes=report.punched_bytes + report.removed_bytes + report.trimmed_bytes,
             removed_segments=report.segments_removed,
             compacted_segments=report.compacted_segments + report.merged_segments,
