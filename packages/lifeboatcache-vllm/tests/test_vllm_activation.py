@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -247,6 +248,16 @@ def test_a_home_that_cannot_be_written_takes_no_memory(
     (line,) = said(caplog)
     assert "stands down" in line
     assert str(home / "kv") in line
+
+
+def test_a_tier_that_cannot_be_imported_does_not_stop_the_engines(
+    launch: Launch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with distributions that do not fit together.
+    monkeypatch.setitem(sys.modules, vllm_activation.TIER_MODULE, None)
+    assert launch().kv_transfer_config is None
+    (line,) = said(caplog)
+    assert "stands down" in line
 
 
 def test_another_place_is_used_where_the_first_cannot_be(

@@ -9,6 +9,7 @@ Where offloading cannot work, LifeboatCache stands down with one line.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -120,6 +121,8 @@ def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int:
         _stand_down(reason)
         return 0
     tokens = loaded.config.engine.native_block_tokens
+    # The engines import it, and do not start if they cannot; raises, and we stand down.
+    importlib.import_module(TIER_MODULE)
     _set(config, tier.bytes, tokens)
     # What vLLM refuses in combination with any connector; raises, and we stand down.
     verify = getattr(config, "_verify_kv_transfer_compat", None)
