@@ -26,10 +26,18 @@ from pathlib import Path
 
 import numpy as np
 from raw_process import RawProcess
-from tiers import MEDIA, OURS, PEER, bench_directory, io_depth, our_tier, peer_tier
+from tiers import MEDIA, OURS, PEER, bench_directory, io_depth, our_tier, peer_tier, say
 from vllm_tiering import offload_keys
 
-from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, machine_use, rotated
+from lifeboat_cache.bench import (
+    LEAST_PAIRS,
+    Report,
+    compare,
+    machine_use,
+    ready_kernels,
+    rotated,
+    without_kernels,
+)
 
 _SIZES = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20}
 _LIMIT = "the same bytes moved by another process"
@@ -66,6 +74,8 @@ class CountingThread:
 
     def take(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """float64 ``(n,)``: seconds of each piece since the last call."""
+        if not self._seconds:  # all was over before it began to count
+            self.rest()
         seconds, self._seconds = self._seconds, array("d")
         return np.array(seconds)
 
@@ -143,7 +153,7 @@ def measure(
             for tier in tiers.values():
                 tier.shutdown()
 
-    case = f"{medium}, {name}, {moved / 2 / (1 << 20):g} MiB loaded and stored"
+    case = f"{medium}, {name}, {moved / 2 / (1 << 20):g} MiB loaded and stored{without_kernels()}"
     for metric in samples[OURS]:
         unit = {"both": "GB/s", "kept": "share"}.get(metric.split()[0], "us")
         report.add(
@@ -171,9 +181,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mib", type=int, default=256, help="bytes moved each way, in MiB")
     parser.add_argument("--media", nargs="+", choices=MEDIA, default=["disk"])
     parser.add_argument("--root", type=Path, help="where to put the files on disk")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not compile kernels that are not there"
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
+    ready_kernels(say, compiling=not arguments.no_compile)
     report = Report(arguments.json)
     machine_use("before")
     for medium in arguments.media:

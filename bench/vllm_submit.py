@@ -25,11 +25,19 @@ from typing import Any
 
 import numpy as np
 from devkit.places import dev_home
+from tiers import our_config, say
 from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_tiering import Engine, offload_keys
 
-from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, machine_use
+from lifeboat_cache.bench import (
+    LEAST_PAIRS,
+    Report,
+    compare,
+    machine_use,
+    ready_kernels,
+    without_kernels,
+)
 
 _PEER = "vLLM's fs tier"
 _NOTHING = "a call that does nothing"
@@ -139,15 +147,11 @@ def _nothing(chunks: int, seed: int) -> float:
 
 
 def _ours(place: Path, chunks: int) -> Caller:
-    place.mkdir(parents=True)
-    config = place / "lifeboat.yaml"
-    config.write_text(f"storage: {{fallback_local: {{path: {place / 'kv'}, min_free_gb: 1}}}}\n")
-    config.chmod(0o600)
     caller = Caller(
         {
             "type": "LifeboatTier",
             "module_path": "lifeboat_cache.integrations.vllm_tier",
-            "config": str(config),
+            "config": str(our_config(place)),
         },
         chunks,
     )
@@ -190,7 +194,7 @@ def measure(report: Report, root: Path, chunks: int, rounds: int, profile: bool)
         report.add(
             compare(
                 "vllm_submit",
-                f"prompt of {chunks} chunks",
+                f"prompt of {chunks} chunks{without_kernels()}",
                 f"{metric} per chunk",
                 "us",
                 values,
@@ -211,9 +215,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunks", nargs="+", type=int, default=[256, 2048])
     parser.add_argument("--profile", action="store_true", help="ours under cProfile instead")
     parser.add_argument("--root", type=Path, default=dev_home() / "bench" / "vllm_submit")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not compile kernels that are not there"
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
+    ready_kernels(say, compiling=not arguments.no_compile)
     report = Report(arguments.json)
     machine_use("before")
     for chunks in arguments.chunks:

@@ -22,10 +22,18 @@ from pathlib import Path
 
 from driven_tier import MainThread
 from raw_process import RawProcess
-from tiers import MEDIA, OURS, PEER, bench_directory, io_depth, our_tier, peer_tier
+from tiers import MEDIA, OURS, PEER, bench_directory, io_depth, our_tier, peer_tier, say
 from vllm_tiering import offload_keys
 
-from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, machine_use, rotated
+from lifeboat_cache.bench import (
+    LEAST_PAIRS,
+    Report,
+    compare,
+    machine_use,
+    ready_kernels,
+    rotated,
+    without_kernels,
+)
 
 _SIZES = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20, "6MiB": 6 << 20}
 _MEDIUM = "the medium"
@@ -139,6 +147,7 @@ def measure(
 
     whole = f"{prompts} x {moved // prompts / (1 << 20):g} MiB"
     case = f"{medium}, {name}, {whole}, main {'busy' if busy else 'idle'}"
+    case += without_kernels()
     for metric in samples[OURS]:
         limits: list[str | None] = [
             who for who in (_MEDIUM, _CACHED, _MEMORY) if metric in samples[who]
@@ -191,7 +200,7 @@ def measure_new_prompts(report: Report, root: Path | None, *, rounds: int) -> No
     report.add(
         compare(
             "vllm_tier",
-            f"new prompt of {_NEW_CHUNKS} chunks",
+            f"new prompt of {_NEW_CHUNKS} chunks{without_kernels()}",
             "scheduler per prompt",
             "us",
             [value * 1e6 for value in samples[OURS]],
@@ -214,9 +223,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--main", nargs="+", choices=("idle", "busy"), default=("idle", "busy"))
     parser.add_argument("--media", nargs="+", choices=MEDIA, default=MEDIA)
     parser.add_argument("--root", type=Path, help="where to put the files on disk")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not compile kernels that are not there"
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
+    ready_kernels(say, compiling=not arguments.no_compile)
     report = Report(arguments.json)
     machine_use("before")
     for medium in arguments.media:

@@ -78,7 +78,9 @@ def test_stall(
 ) -> None:
     pytest.importorskip("vllm")
     module = bench("stall", monkeypatch)
-    options = ("--sizes", "64KiB", "--mib", "1", "--rounds", "7", "--root", tmp_path)
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(tmp_path / "home"))
+    root = tmp_path / "root"
+    options = ("--sizes", "64KiB", "--mib", "1", "--rounds", "7", "--root", root, "--no-compile")
     found = rows(module, "stall", capsys, *options)
     assert {row["metric"] for row in found} >= {
         "lost per piece, p99", "lost per piece, p99.9", "lost per GB moved",
@@ -86,7 +88,7 @@ def test_stall(
     for row in found:
         assert row["peer_name"] == "vLLM's fs tier"
         assert row["limit_name"] == "the same bytes moved by another process"
-    assert not list(tmp_path.iterdir())
+    assert not list(root.iterdir())
 
 
 def test_submit(
@@ -94,7 +96,9 @@ def test_submit(
 ) -> None:
     pytest.importorskip("vllm")
     module = bench("vllm_submit", monkeypatch)
-    rows(module, "vllm_submit", capsys, "--chunks", "8", "--rounds", "7", "--root", tmp_path)
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(tmp_path / "home"))
+    options = ("--chunks", "8", "--rounds", "7", "--root", tmp_path / "root", "--no-compile")
+    rows(module, "vllm_submit", capsys, *options)
 
 
 def test_identity(
@@ -118,6 +122,13 @@ def test_index_recovery(
     assert found["recovery"]["limit_name"] == "reading the journals"
     assert found["memory of a block"]["limit"] == 200
     assert all(row["peer_name"] == "dict" for row in found.values() if row["peer"])
+
+
+def test_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = bench("index_recovery", monkeypatch)
+    options = ("--blocks", "100", "--rounds", "7", "--plain")
+    found = rows(module, "index_recovery", capsys, *options)
+    assert {"recovery", "memory of a block"} <= {row["metric"] for row in found}
 
 
 class PretendedServer:

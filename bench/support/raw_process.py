@@ -82,8 +82,8 @@ class RawProcess:
     def _wait(self, rest: Callable[[], None]) -> float:
         text = b""
         while not text.endswith(b"\n"):
+            rest()  # at least once: it is measured, too
             if not select.select([self._hear], [], [], 0)[0]:
-                rest()
                 continue
             data = os.read(self._hear.fileno(), 100)
             if not data:

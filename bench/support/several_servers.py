@@ -13,6 +13,8 @@ from pathlib import Path
 from devkit.places import dev_home
 from vllm_server import VllmServer
 
+from lifeboat_cache import kernels
+
 __all__ = ["FS", "OURS", "PLAIN", "Servers", "cpu_seconds", "wait_until_idle"]
 
 OURS = "ours"
@@ -42,6 +44,8 @@ class Servers:
         self.directory.mkdir(parents=True)
         self.home = self.directory / "home"
         self.home.mkdir(mode=0o700)
+        # Else the servers' agent would compile them beside the measurements.
+        kernels.compile_all(self.home)
         self.root = self.directory / "fs"
         # The CPU tier is touched as a whole at the start: three servers share this machine.
         (self.home / "lifeboat.yaml").write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,28 @@ from driven_tier import DrivenTier, Rests
 
 from lifeboat_cache.config import load_config
 
-__all__ = ["MEDIA", "OURS", "PEER", "bench_directory", "io_depth", "our_tier", "peer_tier"]
+__all__ = [
+    "MEDIA",
+    "OURS",
+    "PEER",
+    "bench_directory",
+    "io_depth",
+    "our_config",
+    "our_tier",
+    "peer_tier",
+    "say",
+]
 
 OURS = "ours"
 PEER = "vLLM's fs tier"
 
 #: Where files go: on the disk of the checkout, or in a memory-backed filesystem.
 MEDIA = ("disk", "shm")
+
+
+def say(text: str) -> None:
+    """Tell whoever runs the benchmark what is going on."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -44,17 +60,24 @@ def bench_directory(name: str, medium: str, root: Path | None = None) -> Iterato
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _config(directory: Path) -> Path:
+def our_config(directory: Path) -> Path:
+    """Write a configuration whose store is in ``directory``, and return its path.
+
+    No agent is started: the benchmark's process is alone, as its peer's is.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "lifeboat.yaml"
-    path.write_text(f"storage: {{fallback_local: {{path: {directory / 'kv'}, min_free_gb: 1}}}}\n")
+    path.write_text(
+        f"storage: {{fallback_local: {{path: {directory / 'kv'}, min_free_gb: 1}}}}\n"
+        "agent: {autostart: false}\n"
+    )
     path.chmod(0o600)
     return path
 
 
 def io_depth(directory: Path) -> int:
     """Threads of our store as it comes: the depth of the limits beside it."""
-    return load_config(_config(directory)).config.engine.io_workers
+    return load_config(our_config(directory)).config.engine.io_workers
 
 
 def our_tier(directory: Path, rows: int, row_bytes: int, main: Rests) -> DrivenTier:
@@ -62,7 +85,7 @@ def our_tier(directory: Path, rows: int, row_bytes: int, main: Rests) -> DrivenT
     tier = {
         "type": "LifeboatTier",
         "module_path": "lifeboat_cache.integrations.vllm_tier",
-        "config": str(_config(directory)),
+        "config": str(our_config(directory)),
     }
     driven = DrivenTier(tier, directory, rows=rows, row_bytes=row_bytes, main=main)
     store = driven.engine.tier.store

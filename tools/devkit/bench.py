@@ -33,6 +33,8 @@ def run_bench(name: str, arguments: Sequence[str]) -> int:
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "LIFEBOAT_TEST_MODEL": str(make_model()),
+        # Kept, with the kernels that are compiled there.
+        "LIFEBOAT_CACHE_HOME": str(dev_home() / "bench" / "home"),
         # Standard output is for results.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -6,6 +6,7 @@ and :mod:`~lifeboat_cache.bench.report` (what they print).
 
 from __future__ import annotations
 
+from lifeboat_cache.bench.compiled import ready_kernels, without_kernels
 from lifeboat_cache.bench.page_cache import forget_pages
 from lifeboat_cache.bench.pairs import LEAST_PAIRS, interval_ranks, median_ratio, rotated
 from lifeboat_cache.bench.raw import RawFile
@@ -23,6 +24,8 @@ __all__ = [
     "interval_ranks",
     "machine_use",
     "median_ratio",
+    "ready_kernels",
     "rotated",
     "run_bench",
+    "without_kernels",
 ]

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
+from lifeboat_cache.bench.compiled import ready_kernels, without_kernels
 from lifeboat_cache.bench.page_cache import forget_pages
 from lifeboat_cache.bench.pairs import rotated
 from lifeboat_cache.bench.place import bench_place
@@ -73,6 +74,8 @@ class BenchPlan:
         Jobs that share the blocks of an operation.
     rounds
         How often everything is measured; one more round comes first and is thrown away.
+    compiling
+        Whether kernels are compiled first if they are not there.
     """
 
     root: Path
@@ -84,6 +87,7 @@ class BenchPlan:
     block_sizes: tuple[int, ...]
     jobs: int
     rounds: int
+    compiling: bool = True
 
     @property
     def bytes_on_target(self) -> int:
@@ -119,6 +123,7 @@ def run_bench(plan: BenchPlan, report: Report, say: Callable[[str], None]) -> No
     """
     _check_memory(plan)
     _check_space(plan)
+    ready_kernels(say, compiling=plan.compiling)
     with bench_place(plan.root) as place:
         direct = supports_direct(place, plan.direct_io)
         say(f"{plan.root}: {'O_DIRECT' if direct else 'through the page cache'}")
@@ -298,7 +303,7 @@ def _measure(
         raw.close()
 
     many = "1 job" if plan.jobs == 1 else f"{plan.jobs} jobs"
-    case = f"{_binary(block)} blocks, {_binary(moved)} in {many}"
+    case = f"{_binary(block)} blocks, {_binary(moved)} in {many}{without_kernels()}"
     way = "O_DIRECT" if direct else "buffered"
     rows: list[tuple[str, str, tuple[str, str] | None]] = [
         ("store", "GB/s", (f"pwritev, {way}", "store")),

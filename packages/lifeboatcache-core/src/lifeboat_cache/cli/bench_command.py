@@ -54,6 +54,7 @@ def bench(args: argparse.Namespace) -> int:
             block_sizes=blocks,
             jobs=args.jobs,
             rounds=rounds,
+            compiling=not args.no_compile,
         )
         report = Report(args.json, progress=False)
 

@@ -294,6 +294,11 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
     bench.add_argument(
         "--quick", action="store_true", help="only 3 rounds: a first idea, without intervals"
     )
+    bench.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="measure with what is there, without compiling kernels first",
+    )
     bench.add_argument("--json", action="store_true", help="print a JSON object a line")
 
     doctor = add(
