@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from faultkit.disks import Disk, FaultyDisk, faulty_disk, loop_disk, memory_disk
 from hypothesis import HealthCheck, settings
 
+from lifeboat_cache import kernels
 from lifeboat_cache.interface import BlockStore, Namespace
 from lifeboat_cache.targets.base import Target
 from lifeboat_cache.targets.filesystem import FilesystemTarget
@@ -23,6 +25,42 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("faults")
+
+
+#: Set to `off`, the whole suite runs with the twins of the kernels.
+TEST_KERNELS = "LIFEBOAT_TEST_KERNELS"
+
+_LOAD = kernels.load
+
+
+@pytest.fixture(scope="session")
+def kernel_home(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home directory with compiled kernels, kept from one run of pytest to the next."""
+    cache = getattr(pytestconfig, "cache", None)  # missing with `-p no:cacheprovider`
+    home = tmp_path_factory.mktemp("home") if cache is None else cache.mkdir("lifeboat-kernels")
+    assert kernels.compile_all(home), kernels.reason()
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _kernels(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels as in production, in this process and its children, or nowhere."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    how = parameters.get("both_kernels", os.environ.get(TEST_KERNELS, "on"))
+    on = how != "off"
+    home = request.getfixturevalue("kernel_home") if on else tmp_path_factory.mktemp("no-kernels")
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))
+    monkeypatch.setattr(kernels, "load", _LOAD if on else lambda home=None: False)
+    monkeypatch.setattr(kernels, "_ready", on)
+
+
+@pytest.fixture(params=["on", "off"])
+def both_kernels(request: pytest.FixtureRequest) -> None:
+    """The test runs with kernels and without."""
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,8 @@ Open = Callable[..., StoreDriver]
 Memory = list[npt.NDArray[np.uint8]]
 
 OK, CANCELLED = Outcome.OK, Outcome.CANCELLED
+
+pytestmark = pytest.mark.usefixtures("both_kernels")
 
 SIZE = 64 << 10
 
@@ -125,6 +129,22 @@ def test_closing_while_a_read_hangs_is_honest(
     assert driver.block_store.close()
     time.sleep(0.1)
     assert untouched(memory)
+
+
+@pytest.mark.xfail(strict=True, reason="what close() gave up is never closed later")
+def test_files_are_let_go_once_the_storage_has_answered(
+    driver: StoreDriver, faulty: FaultyDisk
+) -> None:
+    faulty.rules(READ | {"times": 1})
+    job, _ = loading(driver, [0])
+    faulty.wait_hanging()
+    assert not driver.block_store.close(timeout=0.05)
+    faulty.rules()
+    faulty.release()
+    assert job.wait(60)
+    assert driver.block_store.close()
+    held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
+    assert not [name for name in held if name.startswith(str(faulty.mount))]
 
 
 def test_memory_of_a_cancelled_load_is_not_touched_afterwards(
@@ -225,9 +245,8 @@ def test_starting_on_storage_that_hangs(
     try:
         starting = StoreDriver(store, size=SIZE)
         assert starting.lookup(range(16)) == [Lookup.RETRY] * 16
-        job, memory = storing(starting, [300])
+        job, _ = storing(starting, [300])
         assert not store.wait_recovered(0.2)
-        assert store.state in (State.OPENING, State.RECOVERING)
         assert time.monotonic() - begin < 30, "the engine waited for storage"
     finally:
         faulty.rules()

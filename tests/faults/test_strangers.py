@@ -114,7 +114,10 @@ def newcomer(kind: str) -> str:
     return "0123456789abcdef" * 2 + middle + kind
 
 
-by_name = {"ids": lambda make: make.__name__.removeprefix("make_")}
+def by_name(make: Callable[[Path], None]) -> str:
+    """Name of a case."""
+    return make.__name__.removeprefix("make_")
+
 
 #: What hangs or takes all memory, by the file that it stands for.
 #: The product opens these without O_NONBLOCK and without looking whether they are files.
@@ -134,7 +137,7 @@ def patience(request: pytest.FixtureRequest, passes: str = "") -> float:
     return 1
 
 
-@pytest.mark.parametrize("make", STRANGERS, **by_name)
+@pytest.mark.parametrize("make", STRANGERS, ids=by_name)
 @pytest.mark.parametrize("kind", ["journal", "segment", "dead", "access", "lock"])
 def test_what_is_no_file_under_a_name_of_ours(
     request: pytest.FixtureRequest, tree: Tree, root: Path, kind: str, make: Callable[[Path], None]
@@ -153,7 +156,7 @@ def test_what_is_no_file_under_a_name_of_ours(
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
 
 
-@pytest.mark.parametrize("make", STRANGERS, **by_name)
+@pytest.mark.parametrize("make", STRANGERS, ids=by_name)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_where_one_of_ours_was(
     request: pytest.FixtureRequest, tree: Tree, root: Path, kind: str, make: Callable[[Path], None]
@@ -180,7 +183,7 @@ def test_what_is_no_file_where_one_of_ours_was(
 
 
 @pytest.mark.parametrize(
-    "make", [make_fifo, make_link, make_dangling_link, make_socket, make_device], **by_name
+    "make", [make_fifo, make_link, make_dangling_link, make_socket, make_device], ids=by_name
 )
 @pytest.mark.parametrize("kind", ["marker", "root"])
 def test_root_that_is_no_directory_of_ours(

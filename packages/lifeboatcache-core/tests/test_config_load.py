@@ -572,7 +572,7 @@ def test_every_key_is_described() -> None:
     from lifeboat_cache.config.describe import entries
 
     found = [entry for _, _, own in entries() for entry in own]
-    assert len(found) == 22
+    assert len(found) == 23
     for entry in found:
         assert entry.field.description, entry.path
         assert entry.key.allowed, entry.path

@@ -35,14 +35,14 @@ def in_child(work: Callable[[], object], *, timeout: float = 20.0, memory: int =
     result, report = os.pipe()
     child = os.fork()
     if not child:
-        said = ""
+        text = ""
         try:
             os.close(result)
             _limit_memory(memory)
             work()
         except BaseException:
-            said = traceback.format_exc()
-        os.write(report, (said[-8000:] or "done").encode())
+            text = traceback.format_exc()
+        os.write(report, (text[-8000:] or "done").encode())
         os._exit(0)
     os.close(report)
     said = b""

@@ -96,6 +96,20 @@ class Disk:
                 raise AssertionError(done.stderr.decode())
             time.sleep(0.05)
 
+    def meet_an_error(self) -> None:
+        """The kernel finds an inconsistency and makes ext4 read-only, open files or not."""
+        subprocess.run(["mount", "-o", "remount,errors=remount-ro", str(self.mount)], check=True)
+        device = next(
+            line.split()[0]
+            for line in Path("/proc/mounts").read_text().splitlines()
+            if line.split()[1] == str(self.mount)
+        )
+        trigger = Path("/sys/fs/ext4") / Path(device).name / "trigger_fs_error"
+        try:
+            trigger.write_text("a test")
+        except OSError as exc:
+            pytest.skip(f"{trigger} cannot be used: {exc}")
+
     def shut_down(self) -> None:
         """The filesystem meets a fatal error: every call fails from now on."""
         fd = os.open(self.mount, os.O_RDONLY)
@@ -148,7 +162,7 @@ def memory_disk(place: Path, size: int) -> Iterator[Disk]:
     _need_root("mounting a tmpfs")
     mount = place / "tmpfs-disk"
     mount.mkdir()
-    _run("mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", mount,
+    _run("mount", "-t", "tmpfs", "-o", f"size={size},mode=0700,nr_inodes=4096", "tmpfs", mount,
          needs="mounting a tmpfs")  # fmt: skip
     try:
         yield Disk(mount, "tmpfs")

@@ -87,7 +87,8 @@ class Server:
         """Serve until the filesystem is unmounted or the test has gone."""
         lines = b""
         while True:
-            ready, _, _ = select.select([self.fuse, self.control], [], [])
+            both: list[Any] = [self.fuse, self.control]
+            ready, _, _ = select.select(both, [], [])
             if self.control in ready:
                 data = self.control.recv(65536)
                 if not data:

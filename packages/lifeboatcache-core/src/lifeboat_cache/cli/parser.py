@@ -59,6 +59,12 @@ def _purge(args: argparse.Namespace) -> int:
     return purge(args)
 
 
+def _gc(args: argparse.Namespace) -> int:
+    from lifeboat_cache.cli.gc_command import gc
+
+    return gc(args)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from lifeboat_cache.cli.doctor_command import doctor
 
@@ -229,6 +235,20 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
     purge.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     _yes(purge)
 
+    gc = add(
+        commands,
+        "gc",
+        _gc,
+        "make room and tidy up now",
+        "This is what the agent does all the time: what was used least recently is evicted where a "
+        "target is nearly full, what is dead is reclaimed, small files of engines that have ended "
+        "are merged. Engines may run meanwhile; readers get a grace before space is reclaimed.",
+    )
+    gc.add_argument(
+        "--dry-run", action="store_true", help="only say what would be evicted, change nothing"
+    )
+    _json(gc)
+
     check = add(
         commands,
         "check",
@@ -340,14 +360,8 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         "or Ctrl-C). Engines start one by themselves unless agent.autostart is off; this one takes "
         "over from it.",
     )
-    instead = agent.add_mutually_exclusive_group()
-    instead.add_argument(
+    agent.add_argument(
         "--stop", action="store_true", help="end the agent of this node and home instead"
-    )
-    instead.add_argument(
-        "--once",
-        action="store_true",
-        help="be no agent: look after every configured target once, for up to two minutes",
     )
 
     if plugins:

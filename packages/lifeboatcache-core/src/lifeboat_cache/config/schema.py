@@ -35,6 +35,7 @@ __all__ = [
     "Agent",
     "Config",
     "Engine",
+    "Eviction",
     "FallbackLocal",
     "Key",
     "Prometheus",
@@ -339,6 +340,20 @@ class Storage(Section):
         return self
 
 
+class Eviction(Section):
+    """What happens when a place is full."""
+
+    policy: Annotated[
+        Literal["lru", "none"],
+        Key(allowed="lru or none", example="lru"),
+    ] = Field(
+        default="lru",
+        description="`lru`: blocks that were used least recently make room, whole prefixes from "
+        "their end; a block counts as used when one behind it is. `none`: nothing makes room, and "
+        "a place that is full takes no new blocks; what was deleted is reclaimed all the same.",
+    )
+
+
 class Engine(Section):
     """How an engine uses the cache."""
 
@@ -467,6 +482,7 @@ class Config(Section):
     """The whole configuration."""
 
     storage: Storage
+    eviction: Eviction
     engine: Engine
     agent: Agent
     security: Security

@@ -1,0 +1,110 @@
+"""``lifeboat-cache gc``: one round of the janitor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from lifeboat_cache.config import load_config
+from lifeboat_cache.config.units import format_size
+from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.integrity import configured_integrity_key
+from lifeboat_cache.janitor import Janitor, JanitorPolicy, JanitorReport
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+__all__ = ["gc", "run_to_the_end"]
+
+#: Evicting, reclaiming and rewriting need a run each, with a grace between them.
+_MOST_RUNS = 4
+
+#: Numbers of a report that add up over several runs.
+_SUMS = tuple(
+    one.name
+    for one in fields(JanitorReport)
+    if one.name.endswith(("_blocks", "_bytes", "_removed", "_segments", "_folded", "seconds"))
+)
+
+
+def run_to_the_end(
+    janitor: Janitor, grace_s: float, sleep: Callable[[float], None]
+) -> JanitorReport:
+    """Run until there is nothing more to reclaim; what all runs did together.
+
+    Parameters
+    ----------
+    janitor
+        The janitor.
+    grace_s, sleep
+        How long readers get, and how to wait for so many seconds.
+    """
+    total = janitor.run_once()
+    for _ in range(_MOST_RUNS - 1):
+        if total.busy or not total.pending:
+            break
+        sleep(grace_s + 1.0)
+        report = janitor.run_once()
+        for name in _SUMS:
+            setattr(report, name, getattr(report, name) + getattr(total, name))
+        report.used_before = total.used_before
+        report.problems = [*dict.fromkeys((*total.problems, *report.problems))]
+        total = report
+    return total
+
+
+def gc(args: argparse.Namespace) -> int:
+    """Make room and tidy up."""
+    config = load_config(args.config).config
+    key = configured_integrity_key(config)
+    policy = JanitorPolicy(eviction=config.eviction.policy)
+    documents: list[dict[str, Any]] = []
+    failed = False
+    for tier in config.storage.places:
+        janitor = Janitor(FilesystemTarget.from_tier(tier), policy=policy, key=key)
+        report, problem = JanitorReport(), ""
+        try:
+            if args.dry_run:
+                report = janitor.run_once(dry_run=True)
+            else:
+                report = run_to_the_end(janitor, policy.grace_s, time.sleep)
+        except LifeboatError as error:
+            problem = str(error)
+        finally:
+            janitor.close()
+        failed = failed or bool(problem or report.problems)
+        documents.append(
+            {
+                "name": tier.name,
+                "location": str(tier.path),
+                "problem": problem or None,
+                "report": None if problem else report.to_json(),
+            }
+        )
+        if not args.json and not problem:
+            print(f"{tier.name}: {_text(report, args.dry_run)}")
+        for line in (problem, *report.problems):
+            if line:
+                print(f"lifeboat-cache: error: {tier.name}: {line}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"dry_run": args.dry_run, "targets": documents}, indent=2))
+    return 2 if failed else 0
+
+
+def _text(report: JanitorReport, dry_run: bool) -> str:
+    if report.busy:
+        return "another janitor is at work; nothing was done"
+    limit = "" if report.capacity is None else f" of {format_size(report.capacity)}"
+    evicted = f"{report.evicted_blocks} blocks ({format_size(report.evicted_bytes)})"
+    if dry_run:
+        return f"would evict {evicted}; {format_size(report.used_before)}{limit} used"
+    back = report.punched_bytes + report.removed_bytes + report.trimmed_bytes
+    return (
+        f"evicted {evicted}, gave back {format_size(back)}, "
+        f"rewrote {report.compacted_segments + report.merged_segments} segments, "
+        f"removed {report.writers_removed} ended writers; "
+        f"{format_size(report.used_after)}{limit} used"
+    )
