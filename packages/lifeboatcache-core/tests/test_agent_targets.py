@@ -20,8 +20,6 @@ from lifeboat_cache import clock, janitor
 from lifeboat_cache.agent import agent_status, caretaker
 from lifeboat_cache.agent.caretaker import Caretaker, pause_after
 from lifeboat_cache.agent.wanted import WantedTarget, merged, of_document
-from lifeboat_cache.cli import agent_command
-from lifeboat_cache.cli.main import main
 from lifeboat_cache.janitor import JanitorReport
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
@@ -309,26 +307,3 @@ def test_it_evicts_what_is_beyond_the_capacity(
     if reclaimed:
         # Readers have had their time: the space is given back.
         until(lambda: FilesystemTarget(root).usage().used <= 16 * MIB, "space")
-
-
-def test_once_without_an_agent(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure(home, "16MiB")
-    assert main(["agent", "--once"]) == 0
-    assert "nothing is stored here" in capsys.readouterr().out
-    fill(home / "kv", 40, 3600, monkeypatch)
-    # Passes without the readers' time: what it does is tested where the janitor is.
-    policy = janitor.JanitorPolicy(grace_s=0.1)
-    monkeypatch.setattr(
-        agent_command, "Janitor", lambda target: janitor.Janitor(target, policy=policy)
-    )
-    monkeypatch.setattr(agent_command, "_AGAIN_S", 0.1)
-    assert main(["agent", "--once"]) == 0
-    out = capsys.readouterr().out
-    assert "evicted" in out
-    assert FilesystemTarget(home / "kv").usage().used <= 16 * MIB
-    assert not (home / "agent.log").exists()
-    (home / "kv" / "lifeboat-cache.json").write_text("[]")
-    assert main(["agent", "--once"]) == 2
-    assert "is damaged" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,9 +246,17 @@ class Agent:
         ]
 
     def _look_after(self, engines: Sequence[ProcessEntry]) -> None:
-        targets = list(of_config(self._config.config)) if self._config.config else []
+        config = self._config.config
+        targets = of_config(config) if config else []
         for engine in engines:
             target = of_document(engine.document)
+            if target is not None and config is not None:
+                # What engines do not publish is as in the agent's own configuration.
+                target = replace(
+                    target,
+                    eviction=config.eviction.policy,
+                    integrity_key=config.security.integrity_key,
+                )
             if target is not None:
                 targets.append(target)
         wanted, disagreements = merged(targets)

@@ -5,37 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.agent.starter import start_lock
 from lifeboat_cache.agent.status import HUNG_AFTER_S, AgentState, AgentStatus, status_at
 from lifeboat_cache.agent.stopping import stop_agent
-from lifeboat_cache.agent.wanted import merged, of_config
-from lifeboat_cache.cli.output import RefusedError, clean
-from lifeboat_cache.cli.parser import PROGRAM
-from lifeboat_cache.config import Config, load_config
-from lifeboat_cache.config.units import format_size
-from lifeboat_cache.errors import LifeboatError
-from lifeboat_cache.janitor import Janitor, JanitorReport
-from lifeboat_cache.targets.layout import check_root
+from lifeboat_cache.cli.output import RefusedError
+from lifeboat_cache.config import load_config
 
 __all__ = ["agent"]
 
 #: How long an agent may take to end.
 _STOP_S = 15.0
 
-#: Passes of ``--once``: so many seconds apart, and no more after so many seconds.
-_AGAIN_S, _ONCE_S = 2.0, 120.0
-
 
 def agent(args: argparse.Namespace) -> int:
     """Run the agent of this node in the foreground, or end the one that runs."""
     loaded = load_config(args.config)
     places = AgentPlaces.of(loaded.home)
-    if args.once:
-        return _once(loaded.config)
     places.make()
     if args.stop:
         return _stop(places)
@@ -88,50 +76,3 @@ def _serve(places: AgentPlaces, config: Path | None) -> int:
     sys.stderr.flush()
     # Threads may be stuck in system calls for ever: nobody waits for them.
     os._exit(code)
-
-
-def _once(config: Config) -> int:
-    """Look after every configured target until nothing is left to be done now."""
-    code = 0
-    for wanted in merged(of_config(config))[0].values():
-        try:
-            if not check_root(wanted.path, create=False):
-                print(f"{wanted.name} {wanted.path}: nothing is stored here")
-                continue
-            reports = _passes(Janitor(wanted.open()))
-        except (OSError, LifeboatError) as error:
-            print(f"{PROGRAM}: error: {wanted.name}: {error}", file=sys.stderr)
-            code = 2
-            continue
-        print(f"{wanted.name} {wanted.path}: {_summary(reports)}")
-        for problem in dict.fromkeys(text for report in reports for text in report.problems):
-            print(f"{PROGRAM}: error: {wanted.name}: {clean(problem)}", file=sys.stderr)
-            code = 2
-    return code
-
-
-def _passes(janitor: Janitor) -> list[JanitorReport]:
-    until = time.monotonic() + _ONCE_S
-    reports = []
-    while True:
-        report = janitor.run_once()
-        reports.append(report)
-        # What was marked dead is reclaimed when readers have had their time.
-        if not report.pending or time.monotonic() > until:
-            return reports
-        time.sleep(_AGAIN_S)
-
-
-def _summary(reports: list[JanitorReport]) -> str:
-    last = reports[-1]
-    if last.busy:
-        return "a janitor, of an agent most likely, is at work here"
-    evicted = sum(report.evicted_bytes for report in reports)
-    reclaimed = sum(
-        report.punched_bytes + report.removed_bytes + report.trimmed_bytes for report in reports
-    )
-    limit = "" if last.capacity is None else f" of {format_size(last.capacity)}"
-    return (
-        f"{format_size(last.used_after)}{limit} used, {format_size(evicted)} evicted, "
-        f"{format_size(reclaimed)} reclaimed"
-    )
