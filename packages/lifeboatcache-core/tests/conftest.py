@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("lifeboat_cache.testing.target")
 
 from lifeboat_cache import kernels  # noqa: E402
+from lifeboat_cache.agent import AgentState, AgentStatus  # noqa: E402
 from lifeboat_cache.kernels import cache as kernel_cache  # noqa: E402
 from lifeboat_cache.namespace import Namespace  # noqa: E402
 from lifeboat_cache.store.block_store import BlockStore  # noqa: E402
@@ -76,6 +77,13 @@ def _switch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *, 
     else:
         monkeypatch.setattr(kernels, "load", lambda home=None: False)
         monkeypatch.setattr(kernels, "_ready", False)
+
+
+@pytest.fixture(autouse=True)
+def _no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of this process start no agent; tests of agents do so in others."""
+    there = AgentStatus(AgentState.RUNNING)
+    monkeypatch.setattr("lifeboat_cache.agent.ensure_agent", lambda home, **options: there)
 
 
 @pytest.fixture

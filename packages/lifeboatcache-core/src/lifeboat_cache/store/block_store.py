@@ -32,7 +32,7 @@ from lifeboat_cache.store.load_plan import Places, plan_load
 from lifeboat_cache.store.records import (
     Record,
     access_entries,
-    readable,
+    servable,
     tombstones,
     tombstones_at,
     void,
@@ -699,7 +699,6 @@ class BlockStore:
             if self._companion is not None:
                 self._companion.begin(self)
             if not self._open():
-                self._accompany()
                 return
             if self._stop.is_set():
                 return
@@ -730,13 +729,14 @@ class BlockStore:
             self._disable(f"internal error: {exc}")
         finally:
             self._recovered.set()
-            if self._companion is not None:
-                self._companion.end()
+            self._accompany()
 
     def _accompany(self) -> None:
-        """Be seen standing down, until closed."""
-        while self._companion is not None and not self._stop.wait(_TAIL_S):
-            self._companion.tick()
+        """Be seen until closed, also when standing down."""
+        if self._companion is not None:
+            while not self._stop.wait(_TAIL_S):
+                self._companion.tick()
+            self._companion.end()
 
     def _load_kernels(self) -> None:
         """Use compiled kernels as soon as there are any."""
@@ -798,7 +798,8 @@ class BlockStore:
             writer = self._writer
             if writer is not None and page.writer == writer.writer:
                 continue  # started just now; what it stores is in the index already
-            self._index.insert(page.writer, page.entries[readable(page.entries)])
+            usable = servable(page.entries, self._integrity_key)
+            self._index.insert(page.writer, page.entries[usable])
             if page.bad:
                 self._counters.add(bad_entries=page.bad)
             if self._stop.is_set():

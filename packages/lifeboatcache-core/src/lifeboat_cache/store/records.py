@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
-from lifeboat_cache.checksum import KNOWN_ALGORITHMS
+from lifeboat_cache.checksum import KNOWN_ALGORITHMS, usable_algorithms
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
@@ -22,6 +22,7 @@ __all__ = [
     "fits",
     "readable",
     "record_entries",
+    "servable",
     "tombstones",
     "tombstones_at",
     "void",
@@ -98,6 +99,15 @@ def readable(entries: Entries) -> npt.NDArray[np.bool_]:
     known = np.isin(entries["algorithm"], list(KNOWN_ALGORITHMS))
     usable: npt.NDArray[np.bool_] = (entries["kind"] == KIND_TOMBSTONE) | (
         known & (entries["codec"] == CODEC_RAW)
+    )
+    return usable
+
+
+def servable(entries: Entries, key: bytes | None) -> npt.NDArray[np.bool_]:
+    """Which entries a store may trust that has an integrity key, or none."""
+    trusted = np.isin(entries["algorithm"], list(usable_algorithms(key)))
+    usable: npt.NDArray[np.bool_] = readable(entries) & (
+        (entries["kind"] == KIND_TOMBSTONE) | trusted
     )
     return usable
 
