@@ -93,6 +93,7 @@ def test_disk_that_fills_in_the_middle_of_a_batch(
     root = small_disk / "kv"
     target = OverConfidentTarget(root)
     driver = open_driver(target=target, size=size, io_workers=1)
+    filler(900)
     outcomes = driver.store(range(100))
     stored = [number for number in range(100) if outcomes[number] is OK]
     assert set(outcomes) == {OK, RESERVE}

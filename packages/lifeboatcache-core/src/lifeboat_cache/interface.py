@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 #: (major, minor) of this module.
-INTERFACE_VERSION = (1, 0)
+INTERFACE_VERSION = (1, 1)
 
 
 def require_interface(major: int, minor: int, adapter: str) -> None:

@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -26,13 +25,13 @@ _log = logging.getLogger("lifeboat_cache")
 _SCRATCH_BYTES = 4 << 20
 
 #: Tasks handed to the threads and not finished. A pipe of 64 KiB holds 8,192 addresses,
-#: so that neither side ever waits for room in one.
+#: so that no thread ever waits for room in one.
 _MOST_TASKS = 4096
 
 #: Seconds that an interpreter which ends waits for system calls under way.
 _EXIT_WAIT_S = 2.0
 
-#: Finished tasks taken in one go.
+#: Tasks handed over, or taken when finished, in one go: 4,096 bytes, which are PIPE_BUF.
 _BATCH = 512
 
 _LOAD, _STORE = 0, 1
@@ -132,14 +131,16 @@ class NativePool:
         return self._running
 
     def submit(self, tasks: Sequence[IoTask]) -> None:
-        """Hand tasks over. Waits while more than 4,096 are under way."""
-        for task in tasks:
-            address = task.address()
+        """Hand tasks of one kind over. Waits while thousands are under way."""
+        lane = _LOAD if tasks[0].kind == "load" else _STORE
+        for first in range(0, len(tasks), _BATCH):
+            some = {task.address(): task for task in tasks[first : first + _BATCH]}
             with self._room:
                 self._room.wait_for(lambda: len(self._tasks) < _MOST_TASKS)
-                self._tasks[address] = task
-            lane = _LOAD if task.kind == "load" else _STORE
-            os.write(self._into[lane], address.to_bytes(8, sys.byteorder))
+                self._tasks.update(some)
+            # One call for all: each lets go of the interpreter and has to win it back.
+            # What is not longer than PIPE_BUF is written as a whole.
+            os.write(self._into[lane], np.array(list(some), dtype=np.int64).tobytes())
 
     def cancel(self, wanted: bool) -> None:
         """Whether tasks that have not started end as ``CANCELLED``."""

@@ -183,15 +183,20 @@ class SegmentWriter(TargetWriter):
 
     def reserve(self, entries: Entries, part_bytes: int) -> list[Reservation]:
         sizes = -(-entries["stored_length"].astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        total = int(sizes.sum())
+        parts = _parts(sizes, part_bytes)
+        # Once for all: each of these calls lets go of the interpreter.
+        asked = self._allowance(total) if len(parts) > 1 else None
+        allowed = len(parts) > 1 and asked is None
         rooms = []
-        for first, last in _parts(sizes, part_bytes):
+        for first, last in parts:
             mine = sizes[first:last]
-            total = int(mine.sum())
-            refusal = self._allowance(total)
+            size = int(mine.sum())
+            refusal = None if allowed else self._allowance(size)
             if refusal is None:
                 try:
                     self._take_journal_space(last - first)
-                    file = self._place(entries[first:last], mine, total)
+                    file = self._place(entries[first:last], mine, size)
                 except OSError as exc:
                     refusal = self._failure(exc)
                 else:
@@ -202,7 +207,7 @@ class SegmentWriter(TargetWriter):
 
     def commit(self, entries: Entries, files: Sequence[OpenFile]) -> Outcome:
         try:
-            for file in files:
+            for file in {id(file): file for file in files}.values():
                 self._check_kept(file)
             self._journal(entries)
         except OSError as exc:
@@ -263,6 +268,8 @@ class SegmentWriter(TargetWriter):
     def give_back(self, entries: Entries, file: OpenFile) -> None:
         start = int(entries["offset"][0])
         end = int(entries["offset"][-1]) + _padded(int(entries["stored_length"][-1]))
+        with self._journal_lock:
+            self._expected -= len(entries)
         with self._lock:
             segment = self._segment
             if segment is not file:
