@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from lifeboat_cache.agent import AgentState, agent_status
-from lifeboat_cache.registry import processes
 from lifeboat_cache.registry.host import process_start
 
 __all__ = ["CLI", "Engine", "Start", "agent_home", "engines", "gone", "running", "until"]
@@ -101,13 +100,12 @@ def agent_home(
     try:
         yield home
     finally:
-        # Those that were replaced too.
-        pids = {entry.pid for entry in processes(home) if entry.role == "agent"}
-        with contextlib.suppress(OSError):
-            pids.add(agent_status(home).pid)
-        for pid in pids:
-            if str(home).encode() in _command_line(pid):
-                os.kill(pid, signal.SIGKILL)
+        # Those that were replaced, and their compilers, too.
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+            command = _command_line(pid)
+            if b"lifeboat_cache/agent/__main__.py" in command and bytes(home) in command:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _command_line(pid: int) -> bytes:
@@ -122,7 +120,7 @@ def engines(home: Path) -> Iterator[Start]:
     """Starts engines; kills them in the end."""
     started: list[Engine] = []
 
-    def start(lease: float = 600, **environ: str) -> Engine:
+    def start(lease: float = 30, **environ: str) -> Engine:
         engine = Engine(home, lease, environ)
         started.append(engine)
         assert engine.hear() == "there"

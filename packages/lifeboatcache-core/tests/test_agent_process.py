@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from agents import CLI, Start, agent_home, engines, gone, running, until
 
-from lifeboat_cache.agent import AgentState, agent_status, ensure_agent
+from lifeboat_cache.agent import AgentState, agent_status, ensure_agent, logfile
 from lifeboat_cache.agent import starter as starter_module
 from lifeboat_cache.agent import status as status_module
 from lifeboat_cache.agent.places import AgentPlaces
@@ -344,6 +345,84 @@ def test_stopped_agent_is_replaced_and_goes_when_it_wakes(home: Path, start: Sta
     # It has taken nothing with it.
     assert running(home) == new
     assert engine.ask("ensure") == ["running", ""]
+
+
+def test_run_directory_that_is_removed(home: Path, start: Start) -> None:
+    engine = start()
+    engine.ask("ensure")
+    old = running(home)
+    shutil.rmtree(home / "run")
+    until(lambda: gone(old), "the end of an agent that nobody can see")
+    until(lambda: engine.ask("ensure")[0] == "running", "another")
+    assert running(home) != old
+
+
+def test_agent_on_a_full_disk_is_not_taken_for_dead(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with agent_home(small_disk, monkeypatch) as home, engines(home) as start:
+        start().ask("ensure")
+        pid = running(home)
+        fill = ["dd", "if=/dev/zero", f"of={small_disk / 'fill'}", "bs=4096"]
+        filled = subprocess.run(fill, capture_output=True, text=True, check=False)
+        assert "No space left" in filled.stderr
+        until(lambda: agent_status(home).age > 6, "a heartbeat that cannot be written")
+        status = agent_status(home, hung_after_s=4)
+        assert status.alive
+        assert ensure_agent(home, hung_after_s=4).alive
+        (small_disk / "fill").unlink()
+        until(lambda: agent_status(home).age < 4, "a heartbeat")
+        assert running(home) == pid
+
+
+def test_pass_that_never_ends_does_not_delay_the_end(
+    home: Path, start: Start, tmp_path: Path
+) -> None:
+    # As a dead disk does: opening the first file does not return.
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    os.mkfifo(dead / "lifeboat-cache.json")
+    engine = start()
+    facts = {"name": "dead", "location": str(dead), "capacity_bytes": 1, "reserve_bytes": 0}
+    assert engine.ask(f"target {json.dumps({**facts, 'direct_io': 'auto'})}")
+    engine.ask("ensure")
+    pid = running(home)
+
+    def under_way() -> bool:
+        targets = agent_status(home).document["targets"]
+        return any(item["path"] == str(dead) and item["pass_s"] for item in targets)
+
+    until(under_way, "a pass over the dead target")
+    assert engine.ask("ensure") == ["running", ""]
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: gone(pid), "its end")
+    assert agent_status(home).state is AgentState.ABSENT
+
+
+def test_log_stays_small(tmp_path: Path) -> None:
+    program = (
+        "import logging, sys\n"
+        "from pathlib import Path\n"
+        "from lifeboat_cache.agent.logfile import log_to_file\n"
+        "log_to_file(Path(sys.argv[1]))\n"
+        "for number in range(30_000):\n"
+        "    logging.getLogger('lifeboat_cache').info('%06d %s', number, 'x' * 50)\n"
+        "print('printed')\n"
+    )
+    log = tmp_path / "agent.log"
+    subprocess.run(
+        [sys.executable, "-c", program, str(log)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=True,
+        timeout=120,
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["agent.log", "agent.log.1"]
+    for file in tmp_path.iterdir():
+        assert file.stat().st_size <= logfile.MAX_BYTES
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    last, printed = log.read_text().splitlines()[-2:]
+    assert "029999" in last
+    assert printed == "printed"
 
 
 # --- the operator's agent ----------------------------------------------------------------------

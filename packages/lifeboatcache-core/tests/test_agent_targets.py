@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from agents import Start, agent_home, engines, running, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lifeboat_cache import clock, janitor
+from lifeboat_cache import janitor
 from lifeboat_cache.agent import agent_status, caretaker
 from lifeboat_cache.agent.caretaker import Caretaker, pause_after
 from lifeboat_cache.agent.wanted import WantedTarget, merged, of_document
@@ -263,9 +264,9 @@ def test_it_serves_metrics_where_the_configuration_says(home: Path, start: Start
 def fill(root: Path, blocks: int, age: float, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """Store blocks of 1 MiB some time ago."""
     namespace = Namespace.from_identity({"engine": "test", "model": "small"})
-    now = clock.time.time
+    now = time.time
     with monkeypatch.context() as patch:
-        patch.setattr(clock.time, "time", lambda: now() - age)
+        patch.setattr(time, "time", lambda: now() - age)
         store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=2)
         try:
             assert store.wait_recovered(60)
