@@ -131,6 +131,17 @@ def test_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert {"recovery", "memory of a block"} <= {row["metric"] for row in found}
 
 
+def test_janitor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = bench("janitor", monkeypatch)
+    options = ("--size", str(32 << 20), "--blocks", "100", "--rounds", "7", "--root", tmp_path)
+    found = rows(module, "janitor", capsys, *options)
+    assert sum(row["metric"] in ("given back", "copied") for row in found) == 4
+    assert {row["limit_name"] for row in found} == {None, "writing them", "no janitor"}
+    assert not list(tmp_path.iterdir())
+
+
 class PretendedServer:
     """Answers as a server whose store outlives it, or as one without."""
 

@@ -233,7 +233,7 @@ class Janitor:
         digest = document.digest if document is not None else self._target.digest_of(path)
         if digest is None:
             return None
-        catalogue = Catalogue(path, digest, self._clock.monotonic)
+        catalogue = Catalogue(path, digest, lambda: self._now)
         # Without the document it is not known whether there is a key.
         needed = document.identity.get(IDENTITY_FIELD) if document is not None else ""
         mine = self._key is not None and self._key.id == needed
