@@ -191,7 +191,7 @@ def _binary(size: int) -> str:
 def _store_in(plan: BenchPlan, directory: Path, block: int) -> Iterator[BlockStore]:
     """A new store whose writer has started, as that of an engine that has run for a while."""
     namespace = Namespace.from_identity({"engine": "bench", "block_bytes": block})
-    target = FilesystemTarget(directory, direct_io=plan.direct_io)
+    target = FilesystemTarget(directory, reserve=plan.reserve, direct_io=plan.direct_io)
     store = BlockStore(
         namespace, [target], io_workers=plan.io_workers, pending_bytes=plan.size + block
     )
