@@ -65,7 +65,10 @@ class IndexMachine(RuleBasedStateMachine):
             ("_SCAN", 4),
             ("_PLAIN_SCAN", 4),
             ("_LEAST_CELLS", 4),
+            # Slowly: most operations meet two tables.
             ("_LEAST_MOVED", 1),
+            ("_MOVED", 2),
+            ("_SPARSE", 0.3),
             ("_DENSE_SLOTS", DENSE_SLOTS),
         ):
             self.patch.setattr(module, name, value)
@@ -348,6 +351,67 @@ def test_memory_of_a_block_while_blocks_come_and_go() -> None:
             worst = max(worst, index.nbytes / len(index))
     assert len(index) == sum(map(len, segments))
     assert 128 < worst <= LIMIT
+
+
+def record_and_tombstone(slot: int, owner: bytes) -> tuple[Entries, Entries]:
+    record = random_records(np.random.default_rng(slot), 1, 0)
+    record["slot"] = slot
+    tombstone = record.copy()
+    tombstone["kind"] = KIND_TOMBSTONE
+    tombstone["payload_checksum"][0] = np.void(owner)
+    return record, tombstone
+
+
+def test_a_tombstone_is_known_until_journals_were_read_once_more(both_kernels: bool) -> None:
+    for turns, count in ((0, 0), (1, 0), (2, 1)):
+        index = Index()
+        record, tombstone = record_and_tombstone(3, WRITERS[0])
+        index.insert(WRITERS[1], tombstone)
+        for _ in range(turns):
+            index.settled()
+        index.insert(WRITERS[0], record)
+        assert len(index) == count
+
+
+def test_records_in_reserve_take_over_while_a_table_is_replaced(
+    both_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_LEAST_CELLS", 64), ("_LEAST_MOVED", 1), ("_MOVED", 1)):
+        monkeypatch.setattr(module, name, value)
+    index = Index()
+    entries = random_records(np.random.default_rng(6), 50, 0)
+    keys = entries["key"].tolist()
+    index.insert(WRITERS[0], entries)
+    index.insert(WRITERS[1], entries[:40])
+    assert 0 < index._moved < index._old.shape[0]
+    assert index.drop_segment(WRITERS[0], 0) == 50
+    for _ in range(2):
+        assert index.contains(keys) == [True] * 40 + [False] * 10
+        found = index.gather(keys[:40])
+        assert {index.writer_id(number) for number in found.writer.tolist()} == {WRITERS[1]}
+        index.settled()  # the table is replaced
+    assert index._old.shape[0] == 0
+    assert index.drop_writer(WRITERS[1]) == 40
+    assert len(index) == 0
+
+
+def test_an_access_log_that_names_what_was_removed_changes_nothing(both_kernels: bool) -> None:
+    index = Index()
+    record, _ = record_and_tombstone(3, WRITERS[0])
+    gone = record["key"].tolist()[0]
+    index.insert(WRITERS[0], record)
+    assert index.remove(gone, WRITERS[0], 0, 3)
+    # In the same row, and but for the writer at the same place.
+    other = random_records(np.random.default_rng(9), 1, 0)
+    other["slot"] = 3
+    index.insert(WRITERS[1], other)
+    page = np.zeros(1, dtype=ACCESS)
+    page["writer"][0], page["slot"], page["time"] = np.void(WRITERS[0]), 3, 99
+    index.apply_accesses(iter([page]))
+    assert index.last_used(other["key"].tolist()[0]) == 0
+    assert index.drop_dead(WRITERS[0], 0, np.ones(8, dtype=np.bool_)) == 0
+    assert index.drop_segment(WRITERS[0], 0) == index.drop_writer(WRITERS[0]) == 0
+    assert len(index) == 1
 
 
 def test_places_declared_dead_are_forgotten_in_the_end() -> None:

@@ -327,7 +327,7 @@ class Index:
                 self._migrate(run, step)
             self._gate.give_way()
         with self._inserting:
-            if self._state[probe.BURIED] or self._buried_before.shape[0] > 6:
+            if self._state[probe.BURIED] or self._buried_before.any():
                 self._buried_before, self._buried = self._buried, _no_places()
                 self._state[probe.BURIED] = 0
 
