@@ -26,7 +26,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
-from lifeboat_cache.store.household import Companion
+from lifeboat_cache.store.household import Alone, Companion
 from lifeboat_cache.store.io_task import IoTask
 from lifeboat_cache.store.load_plan import Places, plan_load
 from lifeboat_cache.store.records import (
@@ -114,7 +114,7 @@ class BlockStore:
     ) -> None:
         self._find_namespace = namespace
         self._shared_lookup = shared_lookup
-        self._companion = companion
+        self._companion = companion or Alone()
         self._targets = list(targets)
         self._index = Index()
         self._counters = Counters()
@@ -696,12 +696,10 @@ class BlockStore:
         """Open, recover, then follow other writers and write down accesses."""
         try:
             self._load_kernels()
-            if self._companion is not None:
-                self._companion.begin(self)
-            if not self._open():
+            self._companion.begin(self)
+            if not self._open() or self._stop.is_set():
                 return
-            if self._stop.is_set():
-                return
+            self._companion.tick()
             started = time.monotonic()
             self._follow(recovering=True)
             reader = self._reader
@@ -713,14 +711,14 @@ class BlockStore:
                 if self._state is State.RECOVERING:
                     self._state = State.READY
             self._recovered.set()
+            self._companion.tick()
             flushed = time.monotonic()
             while not self._stop.wait(_TAIL_S):
                 self._load_kernels()
                 if self._shared_lookup:
                     self._follow(recovering=False)
                 self._forget_reclaimed()
-                if self._companion is not None:
-                    self._companion.tick()
+                self._companion.tick()
                 if time.monotonic() - flushed > _ACCESS_S:
                     flushed = time.monotonic()
                     self._flush_accesses()
@@ -733,10 +731,9 @@ class BlockStore:
 
     def _accompany(self) -> None:
         """Be seen until closed, also when standing down."""
-        if self._companion is not None:
-            while not self._stop.wait(_TAIL_S):
-                self._companion.tick()
-            self._companion.end()
+        while not self._stop.wait(_TAIL_S):
+            self._companion.tick()
+        self._companion.end()
 
     def _load_kernels(self) -> None:
         """Use compiled kernels as soon as there are any."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lifeboat_cache.registry.publisher import StorePublisher
     from lifeboat_cache.store.block_store import BlockStore
 
-__all__ = ["Companion", "Household"]
+__all__ = ["Alone", "Companion", "Household"]
 
 _log = logging.getLogger("lifeboat_cache")
 
@@ -27,6 +27,19 @@ class Companion(Protocol):
 
     def end(self) -> None:
         """The store is being closed."""
+
+
+class Alone:
+    """No companion."""
+
+    def begin(self, store: BlockStore) -> None:
+        """See :class:`Companion`."""
+
+    def tick(self) -> None:
+        """See :class:`Companion`."""
+
+    def end(self) -> None:
+        """See :class:`Companion`."""
 
 
 class Household:
