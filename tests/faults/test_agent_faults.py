@@ -12,6 +12,7 @@ import pytest
 from agents import agent_home, running, until
 from faultkit.disks import FaultyDisk
 
+from lifeboat_cache import kernels
 from lifeboat_cache.agent import AgentState, agent_status
 from lifeboat_cache.config import load_config
 from lifeboat_cache.interface import BlockStore, Namespace, Outcome, State, open_block_store
@@ -27,14 +28,11 @@ def configure(home: Path, place: Path) -> None:
         "storage:\n"
         "  tiers:\n"
         f"    - {{name: one, type: filesystem, path: {place}, min_free_gb: 0}}\n"
-        "telemetry: {prometheus: {enabled: false}}\n"
     )
 
 
 @pytest.fixture
-def home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path
-) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path) -> Iterator[Path]:
     with agent_home(tmp_path, monkeypatch, kernel_home) as made:
         configure(made, tmp_path / "kv")
         yield made
@@ -54,21 +52,31 @@ def opened(namespace: Namespace) -> Iterator[Opened]:
         store.close()
 
 
+def another(home: Path, gone: int) -> None:
+    """Wait for an agent that is not the one that has gone."""
+
+    def there() -> bool:
+        status = agent_status(home)
+        return status.alive and status.pid != gone
+
+    until(there, "another agent")
+
+
 def test_engines_go_on_while_the_agent_is_killed_again_and_again(
     home: Path, opened: Opened
 ) -> None:
     driver = opened()
     assert driver.block_store.wait_recovered(60)
-    first = 0
+    first = gone = 0
     for _ in range(2):
-        pid = running(home)
-        os.kill(pid, signal.SIGKILL)
+        gone = running(home)
+        os.kill(gone, signal.SIGKILL)
         for _ in range(10):
             assert driver.store(range(first, first + 8)) == [OK] * 8
             first += 8
             assert driver.load(range(first)) == [OK] * first
         # Somebody starts another one.
-        until(lambda pid=pid: agent_status(home).pid not in (0, pid), "another agent")
+        another(home, gone)
     fresh = opened()
     assert fresh.block_store.wait_recovered(60)
     assert fresh.load(range(first)) == [OK] * first
@@ -109,7 +117,11 @@ def test_no_agent_can_be_started(home: Path, opened: Opened, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
 def test_home_that_fails(
-    monkeypatch: pytest.MonkeyPatch, faulty: FaultyDisk, tmp_path: Path, namespace: Namespace, number: int
+    monkeypatch: pytest.MonkeyPatch,
+    faulty: FaultyDisk,
+    tmp_path: Path,
+    namespace: Namespace,
+    number: int,
 ) -> None:
     home = faulty.mount / "home"
     home.mkdir(mode=0o700)
@@ -117,7 +129,10 @@ def test_home_that_fails(
     monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))
     config = load_config().config
     faulty.rules(
-        *({"op": op, "do": "error", "errno": number} for op in ("create", "mkdir", "write", "rename")),
+        *(
+            {"op": op, "do": "error", "errno": number}
+            for op in ("create", "mkdir", "write", "rename")
+        ),
         {"op": "open", "match": "run|kernels|agent", "do": "error", "errno": number},
     )
     store = open_block_store(config, namespace)
@@ -129,9 +144,25 @@ def test_home_that_fails(
     assert store.close()
 
 
-@pytest.mark.parametrize("when", ["open", "start"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "open",
+        pytest.param(
+            "start",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="the thread that opens the target looks for kernels in the home first",
+            ),
+        ),
+    ],
+)
 def test_home_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, faulty: FaultyDisk, tmp_path: Path, namespace: Namespace, when: str
+    monkeypatch: pytest.MonkeyPatch,
+    faulty: FaultyDisk,
+    tmp_path: Path,
+    namespace: Namespace,
+    when: str,
 ) -> None:
     # A home directory on a network disk that does not answer; the blocks are on a local one.
     home = faulty.mount / "home"
@@ -146,6 +177,8 @@ def test_home_that_hangs(
         for op in ("lookup", "create", "write", "rename", "open", "getattr", "opendir", "mkdir")
     ]
     if when == "start":
+        # As in a process that has no kernels yet.
+        monkeypatch.setattr(kernels, "_ready", False)
         faulty.rules(*hang)
     store = open_block_store(config, namespace)
     try:

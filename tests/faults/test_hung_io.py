@@ -36,7 +36,9 @@ pytestmark = pytest.mark.usefixtures("both_kernels")
 
 SIZE = 64 << 10
 
-READ = {"op": "read", "match": "segment$", "do": "hang"}
+#: Reads of payloads, and those of the headers that come before.
+READ = {"op": "read", "match": "segment$", "do": "hang", "bytes": [4096, 1 << 40]}
+HEADER = {"op": "read", "match": "segment$", "do": "hang", "bytes": [0, 4096]}
 WRITE = {"op": "write", "match": "segment$", "do": "hang"}
 JOURNAL = {"op": "write", "match": "journal$", "do": "hang"}
 
@@ -79,7 +81,7 @@ def untouched(memory: Memory, value: int = 9) -> bool:
 @pytest.fixture
 def driver(open_driver: Open, faulty: FaultyDisk) -> StoreDriver:
     """A store with blocks 0 … 15."""
-    made = open_driver(faulty.root, size=SIZE)
+    made = open_driver(faulty.root, size=SIZE, io_workers=4)
     assert made.store(range(16)) == [OK] * 16
     return made
 
@@ -216,10 +218,11 @@ def test_write_that_fails_after_it_hung(
     assert driver.load([*range(16), 100, 101]) == [OK] * 18
 
 
+@pytest.mark.parametrize("rule", [READ, HEADER], ids=["payload", "header"])
 def test_one_read_that_hangs_does_not_stop_the_others(
-    driver: StoreDriver, faulty: FaultyDisk
+    driver: StoreDriver, faulty: FaultyDisk, rule: dict[str, object]
 ) -> None:
-    faulty.rules(READ | {"times": 1})
+    faulty.rules(rule | {"times": 1})
     job, memory = loading(driver, [0])
     faulty.wait_hanging()
     assert driver.load(range(16)) == [OK] * 16

@@ -123,7 +123,7 @@ def by_name(make: Callable[[Path], None]) -> str:
 #: The product opens these without O_NONBLOCK and without looking whether they are files.
 HANGING = {
     "fifo": {"journal", "access", "dead", "lock", "namespace.json", "marker"},
-    "device": {"access", "dead", "lock", "namespace.json"},
+    "device": {"lock", "namespace.json"},
 }
 
 

@@ -84,15 +84,17 @@ class Server:
         self.held: list[tuple[int, Callable[[], bytes]]] = []
 
     def run(self) -> None:
-        """Serve until the filesystem is unmounted or the test has gone."""
+        """Serve until the filesystem is unmounted and the last file is closed."""
         lines = b""
+        sources: list[Any] = [self.fuse, self.control]
         while True:
-            both: list[Any] = [self.fuse, self.control]
-            ready, _, _ = select.select(both, [], [])
+            ready, _, _ = select.select(sources, [], [])
             if self.control in ready:
                 data = self.control.recv(65536)
-                if not data:
-                    return
+                if not data:  # the test has ended
+                    sources.remove(self.control)
+                    self.command({"rules": [], "release": True})
+                    continue
                 *whole, lines = (lines + data).split(b"\n")
                 for line in whole:
                     self.command(json.loads(line))
@@ -119,7 +121,8 @@ class Server:
                 else:
                     self.answer(unique, work)
         answer = {"hit": self.hit, "hanging": len(self.held)}
-        self.control.sendall(json.dumps(answer).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            self.control.sendall(json.dumps(answer).encode() + b"\n")
 
     def reply(self, unique: int, error: int, body: bytes = b"") -> None:
         with contextlib.suppress(OSError):  # the caller was killed
