@@ -19,6 +19,7 @@ from lifeboat_cache.format.journal import parse_entries, seal_entries
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, reclaim
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.base import Place
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.holes import punch_hole
 from lifeboat_cache.targets.layout import JANITOR_LOCK
@@ -153,6 +154,41 @@ def test_a_reader_that_lags_finds_blocks_missing_and_never_corrupt(
     assert counters.load_outcomes.get("corrupt", 0) == 0
     assert driver.block_store.close()
     assert not names(root, "journal") or not whole
+
+
+def test_what_was_removed_with_its_bitmap_counts_as_reclaimed(
+    root: Path, namespace: Namespace
+) -> None:
+    leave(root, chain(0, 2), namespace)
+    (name,) = names(root, "segment")
+    place = Place(bytes.fromhex(name[:32]), 0, 4096, 8192)
+    reader = FilesystemTarget(root).reader(namespace)
+    assert reader.declared_dead([place], [0]) == [False]
+    # Between cutting and unlinking, and after that.
+    path = next(root.glob(f"*/{name}"))
+    os.truncate(path, 0)
+    assert reader.declared_dead([place], [0]) == [True]
+    path.unlink()
+    assert reader.declared_dead([place, place], [0, 1]) == [True, True]
+    reader.close()
+
+
+def test_an_access_log_is_read_from_where_it_was_punched(
+    open_driver: Open, root: Path, namespace: Namespace
+) -> None:
+    leave(root, chain(0, 600), namespace, 4096)
+    driver = open_driver(size=4096)
+    store = driver.block_store
+    store.touch(driver.keys(range(600)))
+    store._flush_accesses()
+    clock = Clock(4e9)
+    janitor(root, clock).run_once()
+    reader = FilesystemTarget(root).reader(namespace)
+    pages = list(reader.accesses())
+    # What was punched out is in the summary; of the rest, up to a page is in both.
+    assert 600 <= sum(page.shape[0] for page in pages) < 600 + 128
+    reader.close()
+    assert store.close()
 
 
 def test_segments_are_cut_before_they_are_unlinked(root: Path, namespace: Namespace) -> None:

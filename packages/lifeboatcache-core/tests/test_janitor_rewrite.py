@@ -231,6 +231,26 @@ def test_keyed_records_are_copied_by_who_has_the_key_only(
     assert FilesystemTarget(root).usage().used < 11 * SIZE
 
 
+def test_a_namespace_whose_document_comes_back_is_rewritten_then(
+    root: Path, namespace: Namespace
+) -> None:
+    for number in range(20):
+        leave(root, [Block(number)], namespace, SIZE)
+    document = root / namespace.directory / "namespace.json"
+    text = document.read_bytes()
+    document.unlink()
+    clock = Clock()
+    one = janitor(root, clock)
+    reports = run_until_quiet(one, clock, 3)
+    # Who knows whether its records are protected by a key?
+    assert sum(report.copied_blocks for report in reports) == 0
+    assert reports[-1].used_after >= 20 * SIZE
+    document.write_bytes(text)
+    reports = run_until_quiet(one, clock, 4)
+    assert sum(report.copied_blocks for report in reports) == 20
+    assert verified(root) == 20
+
+
 def test_a_merge_keeps_the_order_of_writing(root: Path, namespace: Namespace) -> None:
     for at in range(18):
         leave(root, chain(at * 10, 4, THEN + (at * 7) % 18), namespace, 4096)

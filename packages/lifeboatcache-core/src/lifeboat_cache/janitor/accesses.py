@@ -206,5 +206,7 @@ class AccessFolder:
                         report.logs_folded += 1
                 finally:
                     os.close(fd)
+            except FileNotFoundError:  # another janitor, or a purge, was faster
+                writer.files.discard("access")
             except OSError as error:
                 report.problem(path.name, error)

@@ -64,6 +64,8 @@ class _Namespace:
     #: Its integrity key, and whether payloads can be verified with it.
     key: bytes | None = None
     verifiable: bool = True
+    #: Whether its document was there.
+    documented: bool = True
     news: bool = False  # dead bits that readers have not been told of
 
 
@@ -213,7 +215,7 @@ class Janitor:
         self._strange = {}
         for name, path in names.items():
             known = self._namespaces.get(name)
-            if known is None:
+            if known is None or not (known.documented or self._document(path) is None):
                 known = self._open(path)
                 if known is None:  # nothing says whose it is, but it holds space
                     self._strange[name] = self._target.allocated(path)
@@ -224,12 +226,17 @@ class Janitor:
         for namespace in self._namespaces.values():
             namespace.folder.read(present, report)
 
-    def _open(self, path: Path) -> _Namespace | None:
-        document: Namespace | None = None
-        with contextlib.suppress(OSError, LifeboatError):
+    @staticmethod
+    def _document(path: Path) -> Namespace | None:
+        """What a namespace's document says, if it is intact and belongs there."""
+        try:
             document = Namespace.from_json((path / "namespace.json").read_bytes())
-            if document.directory != path.name:
-                document = None
+        except (OSError, LifeboatError):
+            return None
+        return document if document.directory == path.name else None
+
+    def _open(self, path: Path) -> _Namespace | None:
+        document = self._document(path)
         digest = document.digest if document is not None else self._target.digest_of(path)
         if digest is None:
             return None
@@ -243,6 +250,7 @@ class Janitor:
             kinship(document, digest),
             key=self._key.secret if self._key is not None and mine else None,
             verifiable=mine or needed is None,
+            documented=document is not None,
         )
 
     def _refresh(self, namespace: _Namespace) -> None:
