@@ -245,6 +245,8 @@ def test_it_ends_after_the_last_engine(home: Path, start: Start) -> None:
     status = agent_status(home)
     assert status.state is AgentState.ABSENT
     assert "no engine" in status.reason
+    # It did not die, so it does not count among the starts that failed.
+    assert not AgentPlaces.of(home).history.exists()
     # The next engine starts another at once.
     third = start()
     third.ask("ensure")

@@ -31,6 +31,7 @@ def answer(command: str, rest: str) -> object:
     if command == "open":
         os.open(rest, os.O_RDWR | os.O_CREAT)
         os.set_inheritable(os.open(rest, os.O_RDWR), True)
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         return None
     if command == "kernels":
         return kernels.load(home)
