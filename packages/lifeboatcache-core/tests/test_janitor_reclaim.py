@@ -10,12 +10,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from janitors import Block, Clock, chain, janitor, leave, names, run_until_quiet, verified, write
+from janitors import (
+    THEN,
+    Block,
+    Clock,
+    chain,
+    janitor,
+    leave,
+    names,
+    run_until_quiet,
+    verified,
+    write,
+)
 
 from lifeboat_cache.format.bitmap import dead_slots
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_DEAD, FileHeader
-from lifeboat_cache.format.journal import parse_entries, seal_entries
+from lifeboat_cache.format.journal import ENTRY, KIND_TOMBSTONE, parse_entries, seal_entries
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, reclaim
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
@@ -462,6 +474,54 @@ def test_a_read_only_directory_is_reported(small_disk: Path, namespace: Namespac
     report = janitor(root, Clock(), capacity=SIZE).run_once()
     assert report.problems
     assert report.used_after >= 4 * SIZE
+
+
+def test_a_disk_without_any_space_gets_room(
+    small_disk: Path, namespace: Namespace, open_driver: Open
+) -> None:
+    root = small_disk / "kv"
+    for first in range(0, 12, 4):
+        leave(root, chain(first, 4, THEN + first), namespace, 64 << 10)
+    filler = small_disk / "filler"
+    fd = os.open(filler, os.O_CREAT | os.O_WRONLY)
+    os.posix_fallocate(fd, 0, os.statvfs(small_disk).f_bfree * 4096)
+    os.close(fd)
+    assert os.statvfs(small_disk).f_bfree == 0
+    clock = Clock()
+    one = janitor(root, clock, reserve=100 << 10, margin_bytes=64 << 10)
+    report = one.run_once()
+    assert any("No space" in problem for problem in report.problems)
+    assert report.segments_removed == 1
+    clock.tick(40)
+    for _ in range(3):
+        one.run_once()
+        clock.tick(40)
+    assert os.statvfs(small_disk).f_bfree * 4096 >= 100 << 10
+    filler.unlink()
+    driver = open_driver(target=FilesystemTarget(root), size=64 << 10)
+    outcomes = driver.load(range(12))
+    assert outcomes[:4] == [MISSING] * 4
+    assert set(outcomes) == {OK, MISSING}
+    assert verified(root) == outcomes.count(OK)
+
+
+def test_a_tombstone_of_an_impossible_slot_makes_no_giant_bitmap(
+    root: Path, namespace: Namespace
+) -> None:
+    leave(root, chain(0, 2), namespace)
+    (name,) = names(root, "segment")
+    tombs = np.zeros(2, dtype=ENTRY)
+    tombs["kind"] = KIND_TOMBSTONE
+    tombs["payload_checksum"] = np.void(bytes.fromhex(name[:32]))
+    tombs["slot"] = [1, (1 << 32) - 1]
+    writer = FilesystemTarget(root).writer(namespace)
+    writer.bury(tombs)
+    writer.close()
+    clock = Clock()
+    run_until_quiet(janitor(root, clock), clock, 3)
+    (bitmap,) = root.glob("*/*.dead")
+    assert bitmap.stat().st_size < 5000
+    assert verified(root) == 1
 
 
 def test_the_directory_goes_away_underneath(root: Path, namespace: Namespace) -> None:

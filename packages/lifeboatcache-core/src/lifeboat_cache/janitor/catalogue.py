@@ -40,6 +40,9 @@ _MAGIC = {
 
 _SUMMARY = SUMMARY_WRITER.hex()
 
+#: No segment has so many records; a bitmap of 2 MiB would be needed for them.
+_MOST_SLOTS = 1 << 24
+
 
 @dataclass
 class Segment:
@@ -61,6 +64,8 @@ class Segment:
         Monotonic time when it was first seen that the writer has gone on; 0 = not yet.
     untouchable
         Why it may not be changed (its header is damaged, or not ours), or empty.
+    trimmed
+        Whether it was cut behind its last record.
     """
 
     writer: Writer
@@ -71,6 +76,7 @@ class Segment:
     size: int = 0
     sealed_at: float = 0.0
     untouchable: str = ""
+    trimmed: bool = False
 
     @property
     def path(self) -> Path:
@@ -330,7 +336,8 @@ class Catalogue:
             buried["slot"].tolist(),
             strict=True,
         ):
-            writer.tombstones.setdefault((owner.hex(), number), set()).add(slot)
+            if slot < _MOST_SLOTS:
+                writer.tombstones.setdefault((owner.hex(), number), set()).add(slot)
 
     def _mark_from_bitmaps(self) -> None:
         """Take in dead bits on disk: of earlier runs, or of other janitors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -120,6 +121,7 @@ class Janitor:
         self._rate = 0.0
         self._last: tuple[float, int] | None = None
         self._no_holes = False
+        self._no_space = False
         self._strange: dict[str, int] = {}  # bytes in namespaces of which nothing is known
 
     def run_once(self, *, dry_run: bool = False) -> JanitorReport:
@@ -310,6 +312,7 @@ class Janitor:
                 pass
             except (OSError, FormatError) as error:
                 self._report.problem(segment.bitmap.path.name, error)
+                self._no_space |= getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
                 continue
             self._step("marked")
             touched.add(segment.writer.directory.name)
@@ -589,7 +592,34 @@ class Janitor:
             last = first + part_of[6].shape[0]
             plan.slots.append((segment, part_of[6][victims[first:last]]))
             first = last
+        self._no_space = False
         self._report.evicted_blocks += self._mark(plan)
+        if self._no_space:
+            self._make_first_room()
+
+    def _make_first_room(self) -> None:
+        """Remove a segment without its dead bits, for which a full disk has no space.
+
+        What has gone as a whole is missing to readers, whatever they know of it.
+        """
+        settled = [
+            segment
+            for segment in self._segments()
+            if segment.allocated and segment.settled(self._now, self._policy.grace_s)
+        ]
+        if not settled:
+            return
+        oldest = min(settled, key=lambda s: int(s.rows.array["used"].max(initial=0)))
+        try:
+            remove_segment(oldest)
+        except OSError as error:
+            self._report.problem(oldest.path.name, error)
+            return
+        live = int(oldest.rows.live().sum())
+        self._report.evicted_blocks += live
+        self._report.segments_removed += 1
+        self._report.removed_bytes += oldest.allocated
+        del oldest.writer.segments[oldest.number]
 
     # Rewriting ----------------------------------------------------------------
 
@@ -732,10 +762,11 @@ class Janitor:
             return
         for segment in writer.segments.values():
             kept = max(HEADER_BYTES, segment.rows.end())
-            if not segment.untouchable and (
+            if not (segment.untouchable or segment.trimmed) and (
                 segment.allocated > kept + (64 << 10) or segment.size > kept + (64 << 10)
             ):
                 self._report.trimmed_bytes += trim(segment)
+                segment.trimmed = True
         if writer.segments or writer.tombstones:
             return
         if "access" in writer.files:
