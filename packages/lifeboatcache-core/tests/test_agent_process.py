@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_blocked_signals_of_the_engine_do_not_make_it_deaf(home: Path) -> None:
 def test_start_without_waiting(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ensure_agent(home, wait=False).state is AgentState.STARTING
     pid = running(home)
-    assert ensure_agent(home, wait=False).pid == pid
+    until(lambda: ensure_agent(home, wait=False).pid == pid, "what the call before found")
     os.kill(pid, signal.SIGTERM)
     until(lambda: gone(pid), "its end")
     # Why it failed is told later.
@@ -153,6 +154,31 @@ def test_start_without_waiting(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert thread is not None
     thread.join(120)
     assert not thread.is_alive()
+
+
+def test_home_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    asked: list[Path] = []
+
+    def look(places: AgentPlaces, hung_after_s: float) -> status_module.AgentStatus:
+        asked.append(places.home)
+        answer.wait()
+        return status_module.AgentStatus(AgentState.RUNNING)
+
+    monkeypatch.setattr(starter_module, "status_at", look)
+    try:
+        for _ in range(3):
+            assert ensure_agent(tmp_path, wait=False).state is AgentState.STARTING
+        assert asked == [tmp_path]  # one thread waits, not one for every call
+    finally:
+        answer.set()
+        thread = starter_module._starter
+        assert thread is not None
+        thread.join(120)
+    assert ensure_agent(tmp_path, wait=False).state is AgentState.RUNNING
+    thread = starter_module._starter
+    assert thread is not None
+    thread.join(120)
 
 
 def test_home_that_cannot_be_written(

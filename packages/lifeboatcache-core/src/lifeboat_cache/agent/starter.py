@@ -89,26 +89,25 @@ def ensure_agent(
     hung_after_s
         Silence of the agent, in seconds, after which another is started in its place.
     wait
-        Whether to return when the agent has its lock. Otherwise it is started on
-        another thread, and why that failed is told by the next call.
+        Whether to look, and to return when the agent has its lock. Otherwise all of that
+        is done on another thread (a home directory on a dead disk holds up that one
+        only), and what the last call has found out is returned.
     """
     places = AgentPlaces.of(home)
-    status = _guarded(places, lambda: _look(places, hung_after_s))
-    if status.alive and not _outdated(status):
+
+    def ensure() -> AgentStatus:
+        status = _guarded(places, lambda: _look(places, hung_after_s))
+        if not status.alive or _outdated(status):
+            status = _guarded(places, lambda: _attempt(places, config_path, lease_s, hung_after_s))
+            if status.state in (AgentState.FAILED, AgentState.BACKOFF):
+                _say(status)
+        _last[places.home] = status
         return status
 
-    def attempt() -> AgentStatus:
-        found = _guarded(places, lambda: _attempt(places, config_path, lease_s, hung_after_s))
-        if found.state in (AgentState.FAILED, AgentState.BACKOFF):
-            _say(found)
-        _last[places.home] = found
-        return found
-
     if wait:
-        return attempt()
-    before = _last.get(places.home)
-    _in_background(attempt)
-    return AgentStatus(AgentState.STARTING) if before is None or before.alive else before
+        return ensure()
+    _in_background(ensure)
+    return _last.get(places.home, AgentStatus(AgentState.STARTING))
 
 
 def _guarded(places: AgentPlaces, work: Callable[[], AgentStatus]) -> AgentStatus:
@@ -129,10 +128,10 @@ def _guarded(places: AgentPlaces, work: Callable[[], AgentStatus]) -> AgentStatu
         )
 
 
-def _in_background(attempt: Callable[[], AgentStatus]) -> None:
+def _in_background(ensure: Callable[[], AgentStatus]) -> None:
     global _starter
     if _starter is None or not _starter.is_alive():
-        thread = threading.Thread(target=attempt, name="lifeboat-agent-start", daemon=True)
+        thread = threading.Thread(target=ensure, name="lifeboat-agent-start", daemon=True)
         # No thread to be had: the next call tries again.
         with contextlib.suppress(RuntimeError):
             thread.start()
