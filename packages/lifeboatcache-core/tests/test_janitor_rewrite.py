@@ -146,6 +146,20 @@ def test_corrupt_records_are_not_copied(
     assert verified(root) == 19
 
 
+@pytest.mark.parametrize("size", [1, 100, 5000, 70_000])
+def test_records_of_odd_lengths_are_copied(
+    open_driver: Open, root: Path, namespace: Namespace, size: int
+) -> None:
+    for number in range(0, 40, 2):
+        leave(root, chain(number, 2), namespace, size)
+    clock = Clock()
+    reports = run_until_quiet(janitor(root, clock), clock)
+    assert sum(report.copied_blocks for report in reports) == 40
+    assert sum(report.corrupt_blocks for report in reports) == 0
+    assert open_driver(size=size).load(range(40)) == [OK] * 40
+    assert verified(root) == 40
+
+
 def test_what_cannot_be_read_stays(
     root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

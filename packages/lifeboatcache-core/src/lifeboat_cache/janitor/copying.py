@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.janitor.rows import padded
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.targets.direct import read_into
+from lifeboat_cache.targets.direct import O_DIRECT, read_into
 from lifeboat_cache.targets.layout import segment_name
 from lifeboat_cache.targets.segment_writer import SegmentWriter
 
@@ -59,34 +61,59 @@ class Copied:
 class _Source:
     """Reads and verifies records of one segment."""
 
-    def __init__(self, catalogue: Catalogue, segment: Segment, key: bytes | None) -> None:
+    def __init__(
+        self, catalogue: Catalogue, segment: Segment, key: bytes | None, direct: bool
+    ) -> None:
         self._key = key
         self._binding = Binding(catalogue.digest)
+        self._direct_fd = -1
         self._fd = os.open(segment.path, _OPEN)
+        if direct:
+            with contextlib.suppress(OSError):
+                self._direct_fd = os.open(segment.path, _OPEN | O_DIRECT)
 
     def read(self, entry: Any, into: memoryview) -> bool:
-        """Whether a record's bytes are now in ``into`` and match. Raises ``OSError``."""
+        """Whether a record's bytes are now at the start of ``into`` and match.
+
+        Raises ``OSError``.
+
+        Parameters
+        ----------
+        entry
+            Its journal entry.
+        into
+            Whole pages, at least as many as the record takes.
+        """
+        stored = int(entry["stored_length"])
         bound = self._binding.pack(
             entry["key"].tobytes(),
             int(entry["layout"]),
             int(entry["raw_length"]),
-            int(entry["stored_length"]),
+            stored,
             int(entry["codec"]),
             int(entry["algorithm"]),
         )
         expected = entry["payload_checksum"].tobytes()
-        for _ in range(2):  # a verdict that drops data has to be certain
-            moved = read_into(self._fd, [into], int(entry["offset"]))
-            if moved == into.nbytes and payload_checksum(bound, [into], key=self._key) == expected:
+        for fd in (self._direct_fd, self._fd, self._fd):
+            # More than once: a verdict that drops data has to be certain.
+            if fd < 0:
+                continue
+            try:
+                moved = read_into(fd, [into], int(entry["offset"]))
+            except OSError as error:
+                if fd == self._direct_fd and error.errno == errno.EINVAL:
+                    continue
+                raise
+            payload = into[:stored]
+            if moved >= stored and payload_checksum(bound, [payload], key=self._key) == expected:
                 return True
         return False
 
     def close(self) -> None:
-        """Let go of the file, and of what it left in the page cache."""
-        try:
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(self._fd)
+        """Let go of the file."""
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
 
 
 def copy_segments(
@@ -192,7 +219,7 @@ class _Copier:
         live = live[np.argsort(rows["offset"][live], kind="stable")]
         if not live.shape[0]:
             return True
-        source = _Source(self._catalogue, segment, self._key)
+        source = _Source(self._catalogue, segment, self._key, self._direct)
         try:
             sizes = padded(rows["stored"][live]).tolist()
             first = 0
@@ -228,16 +255,16 @@ class _Copier:
         at = 0
         for number in range(part.shape[0]):
             entry = entries[number]
-            piece = view[at : at + int(entry["stored_length"])]
-            if self._elsewhere(entry, segment, int(rows["key"][part[number]]), piece):
+            pages = view[at : at + int(lengths[number])]
+            if self._elsewhere(entry, segment, int(rows["key"][part[number]]), pages):
                 done.append(int(entry["slot"]))
                 continue
-            if not source.read(entry, piece):
+            if not source.read(entry, pages):
                 self._report.corrupt_blocks += 1
                 done.append(int(entry["slot"]))
                 continue
             kept.append(number)
-            pieces.append(piece)
+            pieces.append(pages[: int(entry["stored_length"])])
             self._seen.add(_identity(entry))
             at += int(lengths[number])
         good = self._append(segment, entries, kept, pieces, part, done) if kept else True
@@ -304,9 +331,9 @@ class _Copier:
                 )
                 if _identity(other) != _identity(entry):
                     continue
-                source = _Source(self._catalogue, segment, self._key)
+                source = _Source(self._catalogue, segment, self._key, self._direct)
                 try:
-                    if source.read(other, memory[: int(other["stored_length"])]):
+                    if source.read(other, memory):
                         return True
                 finally:
                     source.close()

@@ -21,6 +21,9 @@ __all__ = ["Hole", "dead_runs", "punch", "remove_segment", "trim"]
 #: One call punches at most this much: others who use the file wait for it.
 _PUNCH_BYTES = 8 << 20
 
+#: One call cuts off at most this much.
+_CUT_BYTES = 16 << 20
+
 
 @dataclass(frozen=True)
 class Hole:
@@ -92,7 +95,10 @@ def punch(segment: Segment, holes: list[Hole]) -> int | None:
 def remove_segment(segment: Segment) -> None:
     """Remove a segment of which nothing is live, then its bitmap. Raises ``OSError``."""
     with contextlib.suppress(FileNotFoundError):
-        # A process that still has it open would keep its space otherwise.
+        # A process that still has it open would keep its space otherwise. Step by step:
+        # others who use the filesystem wait for each of them.
+        for size in range(segment.size - _CUT_BYTES, 0, -_CUT_BYTES):
+            os.truncate(segment.path, size)
         os.truncate(segment.path, 0)
         os.unlink(segment.path)
     # Readers take a segment that has gone for missing; the bitmap served until then.
