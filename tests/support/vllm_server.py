@@ -231,7 +231,13 @@ class VllmServer:
             return response.status, response.read().decode()
 
     def complete(
-        self, prompt: str, *, max_tokens: int = 48, timeout_s: float = 300.0, **body: Any
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 48,
+        timeout_s: float = 300.0,
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
     ) -> Completion:
         """Stream a greedy completion and measure the time to its first token.
 
@@ -243,6 +249,8 @@ class VllmServer:
             Tokens to generate at most.
         timeout_s
             Seconds that the server may stay silent.
+        headers
+            Further headers of the request.
         **body
             Further fields of the request, such as ``cache_salt``.
         """
@@ -266,7 +274,7 @@ class VllmServer:
                     "POST",
                     "/v1/completions",
                     json.dumps(request),
-                    {"Content-Type": "application/json"},
+                    {"Content-Type": "application/json", **(headers or {})},
                 )
                 response = connection.getresponse()
                 if response.status != 200:
