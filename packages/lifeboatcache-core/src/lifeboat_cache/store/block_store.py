@@ -19,6 +19,7 @@ from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
+from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.index import Index
 from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.job import Job
@@ -262,24 +263,24 @@ class BlockStore:
         done = np.zeros(len(keys), dtype=bool)
         if self._process != os.getpid():
             return done
-        doomed: list[Record] = []
         with self._lock:
             if self._state in (State.DISABLED, State.CLOSED):
                 return done
-            for number, key in enumerate(keys):
-                if not self._pins.get(key, 0):
-                    records = self._index.take(key)
-                    done[number] = bool(records)
-                    doomed += records
-            if doomed:
+            free = [number for number, key in enumerate(keys) if not self._pins.get(key, 0)]
+            done[free], owners, records = self._index.take_many([keys[n] for n in free])
+            if records.shape[0]:
                 self._burials += 1
-        if doomed:
-            self._executor.plan("store", partial(self._bury_deleted, doomed))
+        if records.shape[0]:
+            self._executor.plan("store", partial(self._bury_deleted, owners, records))
         return done
 
-    def _bury_deleted(self, records: list[Record]) -> None:
+    def _bury_deleted(self, owners: npt.NDArray[np.uint32], records: Entries) -> None:
         try:
-            self._bury(records)
+            writer = self._start_writer()
+            if writer is not None:
+                keys = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, 32)
+                writers = [self._index.writer_id(number) for number in owners.tolist()]
+                writer.bury(tombstones_at(keys, writers, records["segment"], records["slot"]))
         finally:
             with self._idle:
                 self._burials -= 1
