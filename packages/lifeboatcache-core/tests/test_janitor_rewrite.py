@@ -16,6 +16,7 @@ from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.format.journal import Entries, parse_entries
 from lifeboat_cache.integrity import IntegrityKey, namespace_with_integrity
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, copying
+from lifeboat_cache.janitor import janitor as module
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.block_store import BlockStore
@@ -207,6 +208,31 @@ def test_copies_do_not_touch_the_reserve(small_disk: Path, namespace: Namespace)
     for report in run_until_quiet(one, clock, 3):
         assert report.copied_blocks <= 1
     assert verified(root) == 20
+
+
+def test_copies_overshoot_the_capacity_by_a_bounded_amount(
+    root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LENT_BYTES", 5 * SIZE)
+    for first in range(0, 64, 16):
+        leave(root, chain(first, 16), namespace, SIZE)
+    store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1)
+    assert store.wait_recovered(60)
+    driver = StoreDriver(store, size=SIZE)
+    assert all(driver.delete([number for number in range(64) if number % 4]))
+    assert store.close()
+    clock = Clock(4e9)
+    one = janitor(root, clock, capacity=60 * SIZE, eviction="none")
+    copied = []
+    for _ in range(20):
+        report = one.run_once()
+        copied.append(report.copied_blocks)
+        assert report.used_after <= (64 + 5 + 2) * SIZE
+        clock.tick(10)
+    # One at first; more once what it replaced has been given back.
+    assert copied[:3] == [4, 0, 0]
+    assert sum(copied) == 16
+    assert verified(root) == 16
 
 
 def test_keyed_records_are_copied_by_who_has_the_key_only(

@@ -122,6 +122,7 @@ class Janitor:
         self._last: tuple[float, int] | None = None
         self._no_holes = False
         self._no_space = False
+        self._copies: list[tuple[float, int]] = []  # whose originals are not reclaimed yet
         self._strange: dict[str, int] = {}  # bytes in namespaces of which nothing is known
 
     def run_once(self, *, dry_run: bool = False) -> JanitorReport:
@@ -660,21 +661,29 @@ class Janitor:
             chosen += small
         # What was written first first, so that what belongs together stays together.
         chosen.sort(key=lambda segment: int(segment.rows.array["time"].min()))
-        room = self._room()
+        room, above = self._room(), self._above_reserve()
+        lent = self._lendable()
         taken: list[Segment] = []
         for segment in chosen:
             live = segment.rows.live_bytes()
             # What is sparse gives back more than it takes: that must begin somewhere,
             # even in a target that is full.
-            lent = _LENT_BYTES if id(segment) in known else 0
-            if live > min(budget, max(room, min(lent, self._above_reserve()))):
+            more = lent if id(segment) in known else 0
+            if live > min(budget, above, room + more):
                 continue
             room -= live
+            above -= live
             budget -= live
             taken.append(segment)
         if not any(id(segment) in known for segment in taken) and len(taken) < 2:
             return [], 0
         return taken, sum(id(segment) in known for segment in taken)
+
+    def _lendable(self) -> int:
+        """Bytes by which copies may overshoot the capacity now."""
+        ago = self._now - self._policy.grace_s - _MOST_INTERVAL_S
+        self._copies = [(when, size) for when, size in self._copies if when > ago]
+        return max(0, _LENT_BYTES - sum(size for _, size in self._copies))
 
     def _above_reserve(self) -> int:
         return max(0, self._free() - self._target.reserve)
@@ -698,6 +707,7 @@ class Janitor:
             direct = self._target.direct
         except LifeboatError:
             direct = False
+        before = report.copied_bytes
         try:
             copied = copy_segments(
                 catalogue,
@@ -712,6 +722,7 @@ class Janitor:
             return
         self._step("copied")
         if copied.writer:
+            self._copies.append((self._now, report.copied_bytes - before))
             # Learn of the copies, and when they were used, before the originals go.
             self._refresh(namespace)
             writer = catalogue.writers.get(copied.writer)
