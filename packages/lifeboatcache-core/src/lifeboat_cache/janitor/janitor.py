@@ -404,6 +404,8 @@ class Janitor:
                         continue
                     try:
                         namespace.catalogue.allocated -= self._reclaim_segment(segment)
+                    except FileNotFoundError:  # another janitor, or a purge, was faster
+                        continue
                     except OSError as error:
                         self._report.problem(segment.path.name, error)
 
