@@ -17,6 +17,7 @@ from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.checksum import ALGORITHM_XXH3, Binding
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.store.io_python import execute
 from lifeboat_cache.store.io_task import IoTask, gather_pieces
 from lifeboat_cache.store.native_pool import NativePool
@@ -49,7 +50,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def native(kernel_home: Path) -> Iterator[Pool]:
-    assert kernel_home
+    assert kernel_home.is_dir()
     pool = Pool()
     yield pool
     pool.pool.stop()
@@ -263,7 +264,7 @@ def test_a_descriptor_that_fails_costs_its_own_blocks(run: Run, tmp_path: Path) 
 def test_what_has_not_started_is_cancelled_and_the_threads_end(
     kernel_home: Path, tmp_path: Path
 ) -> None:
-    assert kernel_home
+    assert kernel_home.is_dir()
     before = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
     pool = Pool(3)
     assert pool.pool.threads == 3
@@ -288,6 +289,10 @@ def test_what_has_not_started_is_cancelled_and_the_threads_end(
     assert now == before
 
 
+def native_threads(store: BlockStore) -> bool:
+    return store._executor.native
+
+
 def test_a_store_goes_over_to_native_threads_when_kernels_come(
     open_driver: Callable[..., StoreDriver], kernels_off: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,11 +300,11 @@ def test_a_store_goes_over_to_native_threads_when_kernels_come(
 
     driver = open_driver()
     store = driver.block_store
-    assert not store._executor.native
+    assert not native_threads(store)
     assert driver.store(range(3)) == [OK] * 3
     monkeypatch.setattr(kernels, "_ready", True)
     store._executor.upgrade()
-    assert store._executor.native
+    assert native_threads(store)
     assert driver.store(range(3, 6)) == [OK] * 3
     # Records of both kinds in one job.
     assert driver.load(range(6)) == [OK] * 6

@@ -52,9 +52,7 @@ class GatedTarget(FilesystemTarget):
 
 
 @pytest.fixture
-def target(
-    root: Path, kernels_off: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[GatedTarget]:
+def target(root: Path, kernels_off: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedTarget]:
     # The calls of the twin can be held in here; those of the native threads are held by a
     # filesystem, in `tests/faults`.
     made = GatedTarget(root)

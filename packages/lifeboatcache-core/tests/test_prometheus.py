@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,10 @@ def counted(number: float, **labels: str) -> dict[str, Any]:
     return {"counters": [{"labels": labels, "values": {"lookups": number}}]}
 
 
+def labelled(name: str) -> dict[str, Any]:
+    return counted(1, namespace=name) | {"namespace": {"name": name}, "index": {"blocks": 1}}
+
+
 def test_a_store_and_an_agent_over_http(
     home: Path, port: int, exporter: Exporter, open_driver: Callable[..., StoreDriver]
 ) -> None:
@@ -162,7 +167,7 @@ def test_prometheus_may_ask_for_its_newer_format(home: Path, port: int, exporter
         text = answer.read().decode()
     found = {
         sample.name: sample.value
-        for family in openmetrics_families(text)
+        for family in openmetrics_families(text)  # type: ignore[no-untyped-call]
         for sample in family.samples
     }
     assert found["lifeboat_node_lookups_total"] == 5
@@ -203,8 +208,7 @@ def test_counters_go_on_while_processes_come_and_go(
                 expected += 29
                 entry.close(counted(29, target=f"t{number}"))
             entries = [
-                Registration(home, describe=lambda n=n: counted(0, target=f"t{n}"))
-                for n in range(3)
+                Registration(home, describe=partial(counted, 0, target=f"t{n}")) for n in range(3)
             ]
             if round_ == 2:
                 folder.ask(3)
@@ -277,7 +281,7 @@ def test_a_port_that_is_taken_is_said_once_and_tried_again(
     assert f"127.0.0.1:{port}" in warnings[0].getMessage()
     taken.close()
     give_up = time.monotonic() + 60
-    while not exporter.listening:
+    while exporter.reason:
         assert time.monotonic() < give_up
         time.sleep(0.01)
     assert "lifeboat_node_healthy 1" in fetch(port)
@@ -334,10 +338,10 @@ def test_nonsense_does_not_end_it(
     # One that says nothing holds up nobody.
     with socket.create_connection(("127.0.0.1", port), 30):
         assert "lifeboat_node_healthy" in fetch(port)
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    client.request("POST", "/metrics", body=b"x")
-    assert client.getresponse().status == 501
-    client.close()
+    poster = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    poster.request("POST", "/metrics", body=b"x")
+    assert poster.getresponse().status == 501
+    poster.close()
     assert "lifeboat_node_healthy" in fetch(port)
     assert capfd.readouterr().err == ""
 
@@ -355,13 +359,7 @@ def test_labels_are_bounded(home: Path, port: int, exporter: Exporter) -> None:
     entries = [
         Registration(
             home,
-            describe=lambda n=n: (
-                counted(1, namespace=f"l{n}")
-                | {
-                    "namespace": {"name": f"l{n}"},
-                    "index": {"blocks": 1},
-                }
-            ),
+            describe=partial(labelled, f"l{n}"),
         )
         for n in range(30)
     ]

@@ -611,7 +611,7 @@ class Index:
         there = rows >= 0
         run = loops()
         step = _slice(run)
-        columns = [
+        columns: list[npt.NDArray[Any]] = [
             rows[there],
             *(part[there].astype(np.uint32) for part in (numbers, segments, slots)),
             page["time"][mine[there]].astype(np.uint32),

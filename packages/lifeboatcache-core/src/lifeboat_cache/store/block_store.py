@@ -51,6 +51,9 @@ _TAIL_S = 2.0
 #: How often accesses are written down, in seconds.
 _ACCESS_S = 20.0
 
+#: Recovery waits so many seconds for compiled kernels to be loaded.
+_KERNELS_S = 1.0
+
 #: After a writer could not be started, stores fail for so many seconds.
 _WRITER_RETRY_S = 5.0
 
@@ -141,6 +144,7 @@ class BlockStore:
         self._pins: Counter[bytes] = Counter()
         self._touched: list[tuple[Touched, int]] = []
         self._burials = 0  # deletions on their way to storage
+        self._kernel_loader: threading.Thread | None = None
         self._process = os.getpid()
         self._recovered = threading.Event()
         self._stop = threading.Event()
@@ -696,7 +700,7 @@ class BlockStore:
     def _keep(self) -> None:
         """Open, recover, then follow other writers and write down accesses."""
         try:
-            self._load_kernels()
+            self._load_kernels(_KERNELS_S)
             self._companion.begin(self)
             if not self._open() or self._stop.is_set():
                 return
@@ -736,9 +740,19 @@ class BlockStore:
             self._companion.tick()
         self._companion.end()
 
-    def _load_kernels(self) -> None:
-        """Use compiled kernels as soon as there are any."""
-        if not self._executor.native and kernels.load():
+    def _load_kernels(self, wait_s: float = 0.0) -> None:
+        """Use compiled kernels as soon as there are any, without depending on their disk."""
+        loader = self._kernel_loader
+        if self._executor.native:
+            return
+        if loader is None or not loader.is_alive():
+            loader = threading.Thread(target=self._upgrade, name="lifeboat-kernels", daemon=True)
+            self._kernel_loader = loader
+            loader.start()
+        loader.join(wait_s)
+
+    def _upgrade(self) -> None:
+        if kernels.load() and not self._stop.is_set():
             self._executor.upgrade()
 
     def _open(self) -> bool:

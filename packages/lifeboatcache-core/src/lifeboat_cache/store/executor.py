@@ -52,6 +52,7 @@ class Executor:
         self._lock = threading.Lock()
         self._cancelling = False
         self._failed = False
+        self._stopped = False
 
     @property
     def native(self) -> bool:
@@ -60,8 +61,9 @@ class Executor:
 
     def upgrade(self) -> None:
         """Start the native threads if the kernels are there and they do not run yet."""
-        if self._native is not None or self._failed or not kernels.ready():
-            return
+        with self._lock:
+            if self._native is not None or self._failed or not kernels.ready():
+                return
         try:
             pool = NativePool(self._threads, self._finished)
         except OSError as exc:  # no descriptors, no threads: Python goes on doing it
@@ -70,7 +72,10 @@ class Executor:
             return
         with self._lock:
             pool.cancel(self._cancelling)
-            self._native = pool
+            if not self._stopped:
+                self._native = pool
+                return
+        pool.stop()
 
     def part_bytes(self, total: int) -> int:
         """Size of the parts into which a job of ``total`` bytes is cut."""
@@ -114,6 +119,7 @@ class Executor:
         self._python.stop()
         with self._lock:
             native, self._native = self._native, None
+            self._stopped = True
         if native is not None and quiet:
             native.stop()
 

@@ -59,7 +59,6 @@ class Household:
         self._home = home
         self._autostart = autostart
         self._publisher: StorePublisher | None = None
-        self._said = ""
 
     def begin(self, store: BlockStore) -> None:
         """See :class:`Companion`."""
@@ -82,10 +81,8 @@ class Household:
     def _see_to_the_agent(self) -> None:
         from lifeboat_cache.agent import ensure_agent
 
-        status = ensure_agent(self._home, wait=False)
-        if status.reason and not status.alive and status.reason != self._said:
-            self._said = status.reason
-            _log.warning("LifeboatCache: there is no agent: %s", status.reason)
+        # It says itself why there is none.
+        ensure_agent(self._home, wait=False)
 
     def end(self) -> None:
         """See :class:`Companion`."""
