@@ -68,7 +68,7 @@ def test_engines_go_on_while_the_agent_is_killed_again_and_again(
     driver = opened()
     assert driver.block_store.wait_recovered(60)
     first = gone = 0
-    for _ in range(2):
+    for _ in range(1):
         gone = running(home)
         os.kill(gone, signal.SIGKILL)
         for _ in range(10):
@@ -182,7 +182,7 @@ def test_home_that_hangs(
         faulty.rules(*hang)
     store = open_block_store(config, namespace)
     try:
-        ready = store.wait_recovered(5 if when == "start" else 60)
+        ready = store.wait_recovered(2 if when == "start" else 60)
         faulty.rules(*hang)
         assert ready, "the store waits for the home directory"
         driver = StoreDriver(store)
