@@ -82,9 +82,13 @@ class Job:
         good = (self.outcomes == Outcome.OK) | (self.outcomes == Outcome.PRESENT)
         return self.done() and bool(good.all())
 
-    def split(self, parts: int) -> None:
-        """Announce how many parts report with :meth:`finish_part`. Before the first does."""
-        self._parts = parts
+    def add_parts(self, parts: int) -> None:
+        """Announce more parts, each of which reports with :meth:`finish_part`.
+
+        A job begins with one: whoever cuts it into parts.
+        """
+        with self._lock:
+            self._parts += parts
 
     def finish_part(self, moved: int = 0) -> bool:
         """Report one part; true if it was the last one and the job is now done."""

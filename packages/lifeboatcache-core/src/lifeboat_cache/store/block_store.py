@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
@@ -29,7 +29,7 @@ from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
 from lifeboat_cache.store.household import Alone, Companion
 from lifeboat_cache.store.io_task import IoTask
-from lifeboat_cache.store.load_plan import Places, plan_load
+from lifeboat_cache.store.load_plan import LoadPlan, Places, same_shape
 from lifeboat_cache.store.records import (
     Record,
     access_entries,
@@ -481,18 +481,15 @@ class BlockStore:
     def _start(self, job: Job, size: int) -> None:
         """Cut a job into tasks and run them."""
         try:
-            tasks = self._plan_store(job) if job.kind == "store" else self._plan_load(job)
-        except Exception:  # a fault of ours: the job fails, the engine goes on
+            for tasks in self._plan_store(job) if job.kind == "store" else self._plan_load(job):
+                job.add_parts(len(tasks))
+                for task in tasks:
+                    task.job = (job, size)
+                self._executor.submit(tasks)
+        except Exception:  # a fault of ours: the rest fails, the engine goes on
             _log.exception("LifeboatCache: planning a job failed; please report this")
-            job.outcomes[:] = Outcome.FAILED
-            tasks = []
-        if not tasks:
-            self._finish(job, size)
-            return
-        job.split(len(tasks))
-        for task in tasks:
-            task.job = (job, size)
-        self._executor.submit(tasks)
+            job.outcomes[job.outcomes == Outcome.PENDING] = Outcome.FAILED
+        self._finish(job, size)
 
     def _finish_tasks(self, tasks: list[IoTask]) -> None:
         """Take finished tasks of one kind, whatever has become of them."""
@@ -536,18 +533,13 @@ class BlockStore:
 
     # Storing ----------------------------------------------------------------
 
-    def _plan_store(self, job: Job) -> list[IoTask]:
+    def _plan_store(self, job: Job) -> Iterator[list[IoTask]]:
         """Leave out what is there, give the rest room and cut it into tasks."""
         batch = job.batch
         keys = self._index.as_keys(batch.keys)
         found = self._index.gather(keys)
         sizes = batch.buffers.sizes()
-        same = (
-            found.found
-            & (found.raw_length == sizes)
-            & (found.stored_length == sizes)
-            & (found.layout == np.uint64(batch.layout))
-        )
+        same = found.found & same_shape(found, sizes, batch.layout)
         job.outcomes[same] = Outcome.PRESENT
         # Nobody who uses this layout could ever load what is there: replace it.
         doomed: list[Record] = []
@@ -562,14 +554,14 @@ class BlockStore:
             self._bury(doomed)
         wanted = np.flatnonzero(job.outcomes == Outcome.PENDING)
         if not wanted.shape[0]:
-            return []
+            return
         writer = self._start_writer()
         if writer is None:
             job.outcomes[wanted] = Outcome.FAILED
-            return []
+            return
         if self._binding is None:
             raise RuntimeError("a store was planned before the namespace was known")
-        outcomes, tasks = plan_store(
+        for blocks, outcomes, tasks in plan_store(
             batch,
             keys,
             wanted,
@@ -577,9 +569,9 @@ class BlockStore:
             self._binding,
             preferred_algorithm(self._integrity_key),
             self._executor.part_bytes(int(sizes[wanted].sum())),
-        )
-        job.outcomes[wanted] = outcomes
-        return tasks
+        ):
+            job.outcomes[blocks] = outcomes
+            yield tasks
 
     def _finish_stores(self, tasks: list[IoTask]) -> None:
         """Journal what has been written, of all tasks of a writer together."""
@@ -628,21 +620,19 @@ class BlockStore:
 
     # Loading ----------------------------------------------------------------
 
-    def _plan_load(self, job: Job) -> list[IoTask]:
+    def _plan_load(self, job: Job) -> Iterator[list[IoTask]]:
         """Find the records and cut them into tasks, in the order of their places."""
         reader, binding = self._reader, self._binding
         if reader is None or binding is None:
             raise RuntimeError("a load was planned before the namespace was known")
         batch = job.batch
         keys = self._index.as_keys(batch.keys)
+        plan = LoadPlan(batch, keys, self._index, reader, binding)
+        job.outcomes[:] = plan.outcomes
+        if plan.lost.shape[0]:
+            self._forget(plan.lost_places, plan.outcomes[plan.lost])
         size = int(batch.buffers.sizes().sum())
-        outcomes, tasks, unreadable = plan_load(
-            batch, keys, self._index, reader, binding, self._executor.part_bytes(size)
-        )
-        job.outcomes[:] = outcomes
-        for blocks, places in unreadable:
-            self._forget(places, outcomes[blocks])
-        return tasks
+        yield from plan.tasks(self._executor.part_bytes(size))
 
     def _finish_loads(self, tasks: list[IoTask]) -> None:
         """Deal with what was not read, or is not what it should be."""

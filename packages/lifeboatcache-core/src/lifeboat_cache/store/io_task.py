@@ -12,7 +12,11 @@ import numpy.typing as npt
 from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.kernels import io_layout as layout
 
-__all__ = ["IoTask", "cut", "gather_pieces"]
+__all__ = ["IoTask", "cut", "gather_pieces", "slices"]
+
+#: So much is planned at a time: it takes less time than reading it does, and not so
+#: little that letting go of the interpreter after each would matter.
+_SLICE_BYTES = 64 << 20
 
 
 def gather_pieces(
@@ -36,6 +40,14 @@ def gather_pieces(
     iov[:, 0] = buffers.addresses[at]
     iov[:, 1] = buffers.lengths[at]
     return iov, starts
+
+
+def slices(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Cut the blocks of a job into what is planned at a time; returns ``[first, last)``.
+
+    The first blocks are under way while the last ones are still being planned.
+    """
+    return cut(sizes, _SLICE_BYTES)
 
 
 def cut(sizes: npt.NDArray[np.int64], part_bytes: int) -> list[tuple[int, int]]:

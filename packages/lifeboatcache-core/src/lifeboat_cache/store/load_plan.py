@@ -17,11 +17,11 @@ from lifeboat_cache.index import Index
 from lifeboat_cache.index_answers import Gathered
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces
+from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces, slices
 from lifeboat_cache.targets.base import OpenFile, TargetReader
 from lifeboat_cache.targets.direct import ALIGNMENT
 
-__all__ = ["Places", "plan_load", "runs_of", "ways"]
+__all__ = ["LoadPlan", "Places", "runs_of", "same_shape", "ways"]
 
 #: What a vanished file looks like. ESTALE: deleted by another NFS client.
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
@@ -44,55 +44,81 @@ class Places:
         return zip(self.writers.tolist(), self.segments.tolist(), self.slots.tolist(), strict=True)
 
 
-def plan_load(
-    batch: BlockBatch,
-    keys: npt.NDArray[np.uint8],
-    index: Index,
-    reader: TargetReader,
-    binding: Binding,
-    part_bytes: int,
-) -> tuple[npt.NDArray[np.uint8], list[IoTask], list[tuple[npt.NDArray[np.int64], Places]]]:
-    """Plan a load.
+class LoadPlan:
+    """What becomes of each block of a load.
 
-    Returns
-    -------
+    Parameters
+    ----------
+    batch, keys
+        What is to be loaded; the keys as uint8 ``(n, 32)``.
+    index, reader, binding
+        Where it may be.
+
+    Attributes
+    ----------
     outcomes
         uint8 ``(n,)``: final for what is not read, ``PENDING`` for the rest.
-    tasks
-        Reads; ``task.detail`` holds the :class:`Places` of its blocks.
-    unreadable
-        Blocks (by number) whose file cannot be used, and their places.
+    lost
+        int64: blocks whose file cannot be used; :attr:`lost_places` says which they are.
     """
-    found = index.gather(keys)
-    sizes = batch.buffers.sizes()
-    outcomes = np.full(len(batch), Outcome.PENDING, dtype=np.uint8)
-    fits = (
-        found.found
-        & (found.raw_length == sizes)
+
+    def __init__(
+        self,
+        batch: BlockBatch,
+        keys: npt.NDArray[np.uint8],
+        index: Index,
+        reader: TargetReader,
+        binding: Binding,
+    ) -> None:
+        self._batch, self._keys, self._binding = batch, keys, binding
+        self._found = found = index.gather(keys)
+        sizes = batch.buffers.sizes()
+        fits = found.found & same_shape(found, sizes, batch.layout)
+        self.outcomes = np.full(len(batch), Outcome.PENDING, dtype=np.uint8)
+        self.outcomes[~found.found] = Outcome.MISSING
+        self.outcomes[found.found & ~fits] = Outcome.MISMATCH
+        wanted = np.flatnonzero(fits)
+        order = np.lexsort((found.offset[wanted], found.segment[wanted], found.writer[wanted]))
+        wanted = wanted[order]
+        self._files, which = _open_files(found, wanted, index, reader, self.outcomes)
+        usable = which >= 0
+        self.lost = wanted[~usable]
+        self.lost_places = _places(keys, found, self.lost)
+        self._wanted, self._which = wanted[usable], which[usable]
+
+    def tasks(self, part_bytes: int) -> Iterator[list[IoTask]]:
+        """Reads, some at a time; ``task.detail`` holds the :class:`Places` of its blocks."""
+        lengths = self._found.stored_length[self._wanted].astype(np.int64)
+        for first, last in slices(lengths):
+            wanted, which = self._wanted[first:last], self._which[first:last]
+            algorithms = self._found.algorithm[wanted]
+            tasks: list[IoTask] = []
+            for algorithm in np.unique(algorithms).tolist():
+                mine = algorithms == algorithm
+                tasks += _reads(
+                    self._batch,
+                    self._keys,
+                    self._found,
+                    wanted[mine],
+                    self._files,
+                    which[mine],
+                    self._binding,
+                    algorithm,
+                    part_bytes,
+                )
+            yield tasks
+
+
+def same_shape(
+    found: Gathered, sizes: npt.NDArray[np.int64], layout_tag: int
+) -> npt.NDArray[np.bool_]:
+    """Which records can be loaded into blocks of these sizes and this layout."""
+    same: npt.NDArray[np.bool_] = (
+        (found.raw_length == sizes)
         & (found.stored_length == sizes)
-        & (found.layout == np.uint64(batch.layout))
+        & (found.layout == np.uint64(layout_tag))
     )
-    outcomes[~found.found] = Outcome.MISSING
-    outcomes[found.found & ~fits] = Outcome.MISMATCH
-    wanted = np.flatnonzero(fits)
-    order = np.lexsort((found.offset[wanted], found.segment[wanted], found.writer[wanted]))
-    wanted = wanted[order]
-    tasks: list[IoTask] = []
-    unreadable: list[tuple[npt.NDArray[np.int64], Places]] = []
-    if not wanted.shape[0]:
-        return outcomes, tasks, unreadable
-    files, which = _open_files(found, wanted, index, reader, outcomes)
-    usable = which >= 0
-    lost = wanted[~usable]
-    if lost.shape[0]:
-        unreadable.append((lost, _places(keys, found, lost)))
-    wanted, which = wanted[usable], which[usable]
-    for algorithm in np.unique(found.algorithm[wanted]).tolist():
-        mine = found.algorithm[wanted] == algorithm
-        tasks += _reads(
-            batch, keys, found, wanted[mine], files, which[mine], binding, algorithm, part_bytes
-        )
-    return outcomes, tasks, unreadable
+    return same
 
 
 def _places(keys: npt.NDArray[np.uint8], found: Gathered, rows: npt.NDArray[np.int64]) -> Places:
@@ -107,11 +133,13 @@ def _open_files(
     outcomes: npt.NDArray[np.uint8],
 ) -> tuple[list[OpenFile], npt.NDArray[np.int64]]:
     """Open files, and for each wanted block the number of its file or -1."""
+    files: list[OpenFile] = []
+    which = np.full(wanted.shape[0], -1, dtype=np.int64)
+    if not wanted.shape[0]:
+        return files, which
     writers, segments = found.writer[wanted], found.segment[wanted]
     changes = (writers[1:] != writers[:-1]) | (segments[1:] != segments[:-1])
     starts = np.flatnonzero(np.concatenate(([True], changes))).tolist()
-    files: list[OpenFile] = []
-    which = np.full(wanted.shape[0], -1, dtype=np.int64)
     for first, last in zip(starts, [*starts[1:], wanted.shape[0]], strict=True):
         try:
             file = reader.open_segment(index.writer_id(int(writers[first])), int(segments[first]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from lifeboat_cache.checksum import Binding
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.store.io_task import IoTask, gather_pieces
+from lifeboat_cache.store.io_task import IoTask, gather_pieces, slices
 from lifeboat_cache.store.load_plan import runs_of, ways
 from lifeboat_cache.store.records import record_entries
 from lifeboat_cache.targets.base import OpenFile, TargetWriter
@@ -38,16 +39,32 @@ def plan_store(
     binding: Binding,
     algorithm: int,
     part_bytes: int,
-) -> tuple[npt.NDArray[np.uint8], list[IoTask]]:
-    """Give blocks of a batch room and plan how they get there.
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], list[IoTask]]]:
+    """Give blocks of a batch room and plan how they get there, some at a time.
 
-    Returns
-    -------
+    Yields
+    ------
+    blocks
+        Which blocks.
     outcomes
-        uint8 ``(len(blocks),)``: ``PENDING``, or why a block got no room.
+        uint8, one per block: ``PENDING``, or why a block got no room.
     tasks
         Writes; ``task.detail`` is :class:`Written`.
     """
+    for first, last in slices(batch.buffers.sizes()[blocks]):
+        some = blocks[first:last]
+        yield some, *_writes(batch, keys, some, writer, binding, algorithm, part_bytes)
+
+
+def _writes(
+    batch: BlockBatch,
+    keys: npt.NDArray[np.uint8],
+    blocks: npt.NDArray[np.int64],
+    writer: TargetWriter,
+    binding: Binding,
+    algorithm: int,
+    part_bytes: int,
+) -> tuple[npt.NDArray[np.uint8], list[IoTask]]:
     entries = record_entries(batch, keys, blocks, algorithm)
     outcomes = np.full(blocks.shape[0], Outcome.PENDING, dtype=np.uint8)
     bindings = binding.pack_batch(
