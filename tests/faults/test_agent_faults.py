@@ -144,19 +144,7 @@ def test_home_that_fails(
     assert store.close()
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        "open",
-        pytest.param(
-            "start",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="the thread that opens the target looks for kernels in the home first",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("when", ["open", "start"])
 def test_home_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
     faulty: FaultyDisk,
