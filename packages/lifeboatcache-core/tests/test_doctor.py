@@ -19,9 +19,10 @@ from lifeboat_cache.doctor.installation import (
     check_kernels,
     check_versions,
 )
-from lifeboat_cache.doctor.mounts import Mount, kind_of, mount_of
 from lifeboat_cache.doctor.targets import check_targets
+from lifeboat_cache.errors import TargetError
 from lifeboat_cache.kernels import cache
+from lifeboat_cache.targets.mounts import Mount, kind_of, mount_of
 
 MOUNTINFO = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
@@ -163,10 +164,23 @@ def test_a_full_store(tmp_path: Path) -> None:
 def test_direct_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, works: bool, status: str
 ) -> None:
-    monkeypatch.setattr(doctor_targets, "supports_direct", lambda directory, wanted: works)
+    def supports(directory: Path, wanted: str) -> bool:
+        if wanted == "on" and not works:
+            raise TargetError(22, "no")
+        return works
+
+    monkeypatch.setattr(doctor_targets, "supports_direct", supports)
     check = tier_checks(tmp_path, f"path: {tmp_path}/kv, direct_io: {setting}")["direct I/O"]
     assert check.status == status
     assert bool(check.remedy) == (status in ("warn", "fail"))
+
+
+def test_direct_io_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Mount(tmp_path, "tmpfs", "tmpfs")
+    monkeypatch.setattr(doctor_targets, "mount_of", lambda path: memory)
+    check = tier_checks(tmp_path, f"path: {tmp_path}/kv, direct_io: auto")["direct I/O"]
+    assert check.status == "skip"
+    assert "tmpfs" in check.summary
 
 
 @pytest.mark.parametrize(

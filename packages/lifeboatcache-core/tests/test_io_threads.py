@@ -70,6 +70,7 @@ def task_of(
     checksums: npt.NDArray[np.uint8] | None = None,
     *,
     runs: list[int] | None = None,
+    chunk_bytes: int = 64 << 10,
 ) -> IoTask:
     """A task for blocks at given offsets; ``runs`` says with which blocks runs begin."""
     count = len(buffers)
@@ -100,6 +101,7 @@ def task_of(
         ),
         checksums=np.zeros((count, 16), np.uint8) if checksums is None else checksums.copy(),
         algorithms=np.full(count, ALGORITHM_XXH3, dtype=np.uint8),
+        chunk_bytes=chunk_bytes,
         outcomes=np.zeros(count, dtype=np.uint8),
         holds=(buffers,),
     )

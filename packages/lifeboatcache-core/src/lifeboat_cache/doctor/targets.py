@@ -12,11 +12,11 @@ from pathlib import Path
 from lifeboat_cache.config import Tier
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.doctor.check import Check, DoctorContext
-from lifeboat_cache.doctor.mounts import kind_of, mount_of
-from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.errors import LifeboatError, TargetError
 from lifeboat_cache.targets.direct import supports_direct
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import check_root
+from lifeboat_cache.targets.mounts import kind_of, mount_of
 
 __all__ = ["check_targets"]
 
@@ -180,9 +180,13 @@ def _direct(name: str, tier: Tier, place: _Place) -> Check:
     name = f"{name}: direct I/O"
     if tier.direct_io == "off":
         return Check(name, "skip", "direct_io is off")
-    if supports_direct(place.directory, "auto"):
-        return Check(name, "ok", "O_DIRECT works")
-    if tier.direct_io == "on":
+    mount = mount_of(place.directory)
+    if tier.direct_io == "auto" and mount is not None and kind_of(mount.type) == "memory":
+        return Check(name, "skip", f"{mount.type} is memory: there is no page cache to bypass")
+    try:
+        if supports_direct(place.directory, tier.direct_io):
+            return Check(name, "ok", "O_DIRECT works")
+    except TargetError:
         return Check(
             name,
             "fail",

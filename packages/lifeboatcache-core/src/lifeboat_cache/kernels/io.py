@@ -57,51 +57,82 @@ _EDQUOT = 122
 _POLLIN = 1
 
 
-@helper
-def _checksum(task: Any, block: Any, out: Any) -> Any:
-    """Write the canonical checksum of a block to the address ``out``."""
-    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
-    state = raw.stack(STATE_BYTES)
+@inline
+def _begin(task: Any, block: Any, state: Any) -> Any:
+    """Begin the checksum of a block: what it is bound to."""
     padding = raw.stack(_PADDING)
     raw.zero(padding, _PADDING)
     xxh3.begin(state)
     xxh3.update(state, task[L.TASK_BINDINGS] + block * _BINDING, _BINDING)
     xxh3.update(state, padding, _PADDING)
-    for piece in range(starts[block], starts[block + 1]):
-        xxh3.update(state, iov[2 * piece], iov[2 * piece + 1])
-    low, high = xxh3.finish(state)
-    xxh3.store_digest(np.uint64(out), low, high)
 
 
 @inline
-def _verify(task: Any, block: Any, scratch: Any) -> Any:
-    """Set the outcome of a block whose bytes are all there."""
-    _checksum(task, block, scratch)
+def _judge(task: Any, block: Any, state: Any, scratch: Any) -> Any:
+    """Set the outcome of a block whose bytes are all there and in the checksum."""
+    low, high = xxh3.finish(state)
+    xxh3.store_digest(np.uint64(scratch), low, high)
     found, wanted = words_at(scratch), words_at(task[L.TASK_CHECKSUMS] + block * _CHECKSUM)
     same = found[0] == wanted[0] and found[1] == wanted[1]
     bytes_at(task[L.TASK_OUTCOMES])[block] = _OK if same else _CORRUPT
 
 
 @helper
+def _sum_up(task: Any, block: Any, state: Any) -> Any:
+    """Put a whole block into its checksum."""
+    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    _begin(task, block, state)
+    for piece in range(starts[block], starts[block + 1]):
+        xxh3.update(state, iov[2 * piece], iov[2 * piece + 1])
+
+
+@helper
+def _checksum(task: Any, block: Any, out: Any) -> Any:
+    """Write the canonical checksum of a block to the address ``out``."""
+    state = raw.stack(STATE_BYTES)
+    _sum_up(task, block, state)
+    low, high = xxh3.finish(state)
+    xxh3.store_digest(np.uint64(out), low, high)
+
+
+@helper
+def _verify(task: Any, block: Any, scratch: Any) -> Any:
+    """Set the outcome of a block whose bytes are all there."""
+    state = raw.stack(STATE_BYTES)
+    _sum_up(task, block, state)
+    _judge(task, block, state, scratch)
+
+
+@helper
 def _scatter_read(task: Any, fd: Any, first: Any, last: Any, sums: Any) -> Any:
     """Read blocks ``first:last``, which lie one after the other, into their pieces.
 
-    Returns the first block that is not wholly read, and the error number.
+    What one call has brought is hashed at once, while it is in the cache. Returns the
+    first block that is not wholly read, and the error number.
     """
     starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
     offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
-    piece, end = starts[first], starts[last]
-    position = offsets[first]
-    block = first
-    skip = np.int64(0)
-    while block < last and lengths[block] == 0:
-        _verify(task, block, sums)
-        block += 1
-    while piece < end:
-        count, size = np.int64(0), np.int64(0)
+    state = raw.stack(STATE_BYTES)
+    end, position = starts[last], offsets[first]
+    block, piece, skip = first, starts[first], np.int64(0)
+    wanted = lengths[block]  # bytes of the block that are still to come
+    _begin(task, block, state)
+    while True:
+        while wanted == 0:
+            _judge(task, block, state, sums)
+            block += 1
+            if block == last:
+                return block, np.int64(0)
+            piece, skip = starts[block], np.int64(0)
+            wanted = lengths[block]
+            _begin(task, block, state)
+        count, size = np.int64(0), -skip
         while piece + count < end and count < _IOV_MAX and size < task[L.TASK_CHUNK]:
             size += iov[2 * (piece + count) + 1]
             count += 1
+        beyond = max(size - task[L.TASK_CHUNK], np.int64(0))
+        tail = 2 * (piece + count - 1) + 1
+        iov[tail] -= beyond
         iov[2 * piece] += skip
         iov[2 * piece + 1] -= skip
         moved = preadv(fd, task[L.TASK_IOV] + piece * 16, count, position)
@@ -110,26 +141,32 @@ def _scatter_read(task: Any, fd: Any, first: Any, last: Any, sums: Any) -> Any:
             error = np.int64(errno())
         iov[2 * piece] -= skip
         iov[2 * piece + 1] += skip
+        iov[tail] += beyond
         if error == _EINTR:
             continue
         if error == _EINVAL and position > offsets[first]:
             # O_DIRECT at the end of a file that was cut at an odd length.
             return block, np.int64(0)
-        if error != 0:
+        if error != 0 or moved == 0:
             return block, error
-        if moved == 0 and size > skip:
-            return block, np.int64(0)
         position += moved
-        left = moved + skip
-        skip = np.int64(0)
-        while piece < end and left >= iov[2 * piece + 1]:
-            left -= iov[2 * piece + 1]
-            piece += 1
-        skip = left
-        while block < last and offsets[block] + lengths[block] <= position:
-            _verify(task, block, sums)
-            block += 1
-    return block, np.int64(0)
+        while moved > 0:
+            part = min(iov[2 * piece + 1] - skip, moved)
+            xxh3.update(state, iov[2 * piece] + skip, part)
+            moved -= part
+            wanted -= part
+            skip += part
+            if skip == iov[2 * piece + 1]:
+                piece += 1
+                skip = np.int64(0)
+            while wanted == 0:
+                _judge(task, block, state, sums)
+                block += 1
+                if block == last:
+                    return block, np.int64(0)
+                piece, skip = starts[block], np.int64(0)
+                wanted = lengths[block]
+                _begin(task, block, state)
 
 
 @helper

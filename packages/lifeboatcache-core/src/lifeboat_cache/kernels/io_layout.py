@@ -30,9 +30,10 @@ SCATTER = 0
 #: the caller's addresses or lengths.
 BOUNCE = 1
 
-#: One system call carries about this much: enough for the device, little enough that
-#: what was just moved is still in the cache when it is hashed.
-CHUNK_BYTES = 4 << 20
+#: One system call carries about this much: enough for a device …
+DIRECT_CHUNK_BYTES = 4 << 20
+#: … and what is copied from memory stays in the cache until it is hashed.
+CACHED_CHUNK_BYTES = 512 << 10
 
 # The words that an I/O thread starts with.
 #: Reading ends of the pipes that tasks come from, without blocking. Loads first.

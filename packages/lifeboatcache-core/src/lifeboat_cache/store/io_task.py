@@ -83,6 +83,8 @@ class IoTask:
         uint8 ``(n, 96)``: what the checksums are bound to.
     checksums
         uint8 ``(n, 16)``: expected (load) or to be filled in (store).
+    chunk_bytes
+        How much one system call moves, about.
     algorithms
         uint8 ``(n,)``: algorithm of each checksum.
     outcomes
@@ -105,6 +107,7 @@ class IoTask:
     bindings: npt.NDArray[np.uint8]
     checksums: npt.NDArray[np.uint8]
     algorithms: npt.NDArray[np.uint8]
+    chunk_bytes: int
     outcomes: npt.NDArray[np.uint8]
     holds: Sequence[Any] = ()
     job: Any = None
@@ -130,6 +133,6 @@ class IoTask:
             if not array.flags.c_contiguous:
                 raise ValueError("the arrays of a task have to be contiguous")
             words[at] = array.ctypes.data
-        words[layout.TASK_CHUNK] = layout.CHUNK_BYTES
+        words[layout.TASK_CHUNK] = self.chunk_bytes
         self.words = words
         return int(words.ctypes.data)

@@ -21,7 +21,7 @@ from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces, slices
 from lifeboat_cache.targets.base import OpenFile, TargetReader
 from lifeboat_cache.targets.direct import ALIGNMENT
 
-__all__ = ["LoadPlan", "Places", "runs_of", "same_shape", "ways"]
+__all__ = ["LoadPlan", "Places", "chunk_bytes", "runs_of", "same_shape", "ways"]
 
 #: What a vanished file looks like. ESTALE: deleted by another NFS client.
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
@@ -205,6 +205,7 @@ def _reads(
                 bindings=bindings[part],
                 checksums=checksums[part],
                 algorithms=np.full(last - first, algorithm, dtype=np.uint8),
+                chunk_bytes=chunk_bytes(files[which[first]]),
                 outcomes=np.full(last - first, Outcome.PENDING, dtype=np.uint8),
                 holds=(
                     [files[number] for number in np.unique(which[part]).tolist()],
@@ -226,6 +227,12 @@ def ways(
     )
     modes = np.where(direct & (not aligned), layout.BOUNCE, layout.SCATTER)
     return descriptors, modes
+
+
+def chunk_bytes(file: OpenFile) -> int:
+    """How much one system call on a file moves, about."""
+    direct = file.direct_fd >= 0
+    return layout.DIRECT_CHUNK_BYTES if direct else layout.CACHED_CHUNK_BYTES
 
 
 def runs_of(

@@ -14,7 +14,7 @@ from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.io_task import IoTask, gather_pieces, slices
-from lifeboat_cache.store.load_plan import runs_of, ways
+from lifeboat_cache.store.load_plan import chunk_bytes, runs_of, ways
 from lifeboat_cache.store.records import record_entries
 from lifeboat_cache.targets.base import OpenFile, TargetWriter
 from lifeboat_cache.targets.direct import ALIGNMENT
@@ -102,6 +102,7 @@ def _writes(
                 bindings=bindings[part],
                 checksums=np.zeros((count, 16), dtype=np.uint8),
                 algorithms=np.full(count, algorithm, dtype=np.uint8),
+                chunk_bytes=chunk_bytes(room.file),
                 outcomes=np.full(count, Outcome.PENDING, dtype=np.uint8),
                 holds=(batch.buffers.owner,),
                 detail=Written(writer, room.file, entries[part]),
