@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from devkit import demo, recipes
-from devkit.places import ROOT
+from devkit.places import ROOT, dev_home
 from devkit.shell import DevError
 from long_prompt import long_prompt
 from vllm_server import ServerError
+
+from lifeboat_cache.agent import AgentState, agent_status
 
 _KEYS = [
     "prompt_tokens",
@@ -54,8 +56,40 @@ def test_table_shows_every_number_and_where_to_look(
     for number in ("4,283", "8.00 s", "7.50 s", "0.50 s", "4,224", "97.0 MB", "same as"):
         assert number in shown
     assert str(tmp_path / "demo" / tier) in shown
-    assert ("lifeboat-cache" in shown) == (tier == "lifeboat")
+    for name in ("ls", "status", "doctor"):
+        assert (f"lifeboat-cache {name}" in shown) == (tier == "lifeboat")
     assert (tmp_path / "demo" / tier / "lifeboat.yaml").exists() == (tier == "lifeboat")
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_what_an_earlier_run_left_goes_and_agents_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: bool, tier: str
+) -> None:
+    home = tmp_path / "demo" / tier
+    for name in ("kv", "logs", "run", "kernels"):
+        (home / name).mkdir(parents=True)
+        (home / name / "file").touch()
+    (home / "agent.log").touch()
+    commands: list[list[str]] = []
+
+    def measure(stage: demo._Stage) -> demo._Result:
+        assert {path.name for path in stage.home.iterdir()} <= {"kernels", "lifeboat.yaml"}
+        assert (stage.home / "kernels" / "file").exists(), "compiling them takes a while"
+        (stage.home / "run").mkdir()
+        if good:
+            return _GOOD
+        raise ServerError("no luck")
+
+    monkeypatch.setattr(demo, "_measure", measure)
+    monkeypatch.setattr(demo, "run", commands.append)
+    try:
+        demo.run_demo(tier, as_json=True)
+    except DevError:
+        assert not good
+    else:
+        assert good
+    agents = [f"LIFEBOAT_CACHE_HOME={home}", str(tmp_path / "lifeboat-cache"), "agent", "--stop"]
+    assert [command[1:] for command in commands] == [agents] * 2 * (tier == "lifeboat")
 
 
 @pytest.mark.parametrize(
@@ -120,3 +154,5 @@ def test_demo_from_the_command_line() -> None:
     assert result["restored_tokens"] >= 0.95 * (result["prompt_tokens"] // 256 * 256)
     assert result["same_text"] is True
     assert result["disk_bytes"] > 0
+    home = dev_home() / "demo" / "lifeboat"
+    assert agent_status(home).state is AgentState.ABSENT, "it is not left to its lease"

@@ -12,7 +12,7 @@ from pathlib import Path
 from devkit import recipes
 from devkit.model import make_model
 from devkit.places import SUPPORT, dev_home
-from devkit.shell import DevError, locked, note
+from devkit.shell import DevError, locked, note, run
 
 sys.path.insert(0, str(SUPPORT))
 
@@ -51,14 +51,34 @@ class _Stage:
         self.logs = self.home / "logs"
 
     def clear(self) -> None:
-        shutil.rmtree(self.home, ignore_errors=True)
-        self.home.mkdir(parents=True, mode=0o700)
+        """Remove what an earlier run has left, but for its compiled kernels."""
+        self.home.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self.stop_agent()  # of a run that was killed
+        for path in self.home.iterdir():
+            if path.name == "kernels":
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         if self.tier == "lifeboat":
             # By default the CPU tier takes what a server can have, and touches all of it at the
-            # start; one prompt needs far less of a newcomer's memory.
+            # start; one prompt needs far less of a newcomer's memory. A demonstration also takes
+            # no port of the machine.
             (self.home / "lifeboat.yaml").write_text(
                 f"engine:\n  native_cpu_gb: {_CPU_TIER_BYTES / 1e9}\n"
+                "telemetry:\n  prometheus:\n    port: 0\n"
             )
+
+    def command(self, name: str) -> list[str]:
+        """Return a ``lifeboat-cache`` command for the home directory, to be run or shown."""
+        program = self.python.with_name("lifeboat-cache")
+        return ["env", f"LIFEBOAT_CACHE_HOME={self.home}", str(program), *name.split()]
+
+    def stop_agent(self) -> None:
+        """End the agent that the servers have started, which would stay for another minute."""
+        if self.tier == "lifeboat" and (self.home / "run").exists():
+            run(self.command("agent --stop"))
 
     def server(self, name: str, *, cached: bool) -> VllmServer:
         """Describe a server, with or without a cache on disk."""
@@ -115,6 +135,8 @@ def run_demo(tier: str, *, as_json: bool) -> int:
         except ServerError as error:
             msg = f"{error}\nthe servers' logs are in {stage.logs}"
             raise DevError(msg) from error
+        finally:
+            stage.stop_agent()
     if as_json:
         print(json.dumps(dataclasses.asdict(result)), flush=True)
     else:
@@ -213,7 +235,10 @@ def _forget_pages(directory: Path) -> None:
     """Drop the files from the page cache, so that they are read from the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
-            file = os.open(path, os.O_RDONLY)
+            try:
+                file = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:  # the agent is at work
+                continue
             try:
                 os.fsync(file)  # only clean pages can be dropped
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -251,10 +276,13 @@ def _table(result: _Result, stage: _Stage) -> str:
 def _where_next(stage: _Stage) -> str:
     lines = [f"  the servers' logs     {stage.logs}"]
     if stage.tier == "lifeboat":
-        command = stage.python.with_name("lifeboat-cache")
+        for what, name in (
+            ("what is stored", "ls"),
+            ("what it did", "status"),
+            ("is this machine fit", "doctor"),
+        ):
+            lines.append(f"  {what:<20}  {' '.join(stage.command(name)[1:])}")
         lines += [
-            f"  what is stored        LIFEBOAT_CACHE_HOME={stage.home} {command} ls",
-            f"  is this machine fit   LIFEBOAT_CACHE_HOME={stage.home} {command} doctor",
             "  with your own model   LIFEBOAT_CACHE=1 vllm serve MODEL",
         ]
     lines.append("  everything else       README.md")
