@@ -133,7 +133,6 @@ def test_closing_while_a_read_hangs_is_honest(
     assert untouched(memory)
 
 
-@pytest.mark.xfail(strict=True, reason="what close() gave up is never closed later")
 def test_files_are_let_go_once_the_storage_has_answered(
     driver: StoreDriver, faulty: FaultyDisk
 ) -> None:

@@ -57,6 +57,9 @@ _KERNELS_S = 1.0
 #: After a writer could not be started, stores fail for so many seconds.
 _WRITER_RETRY_S = 5.0
 
+#: Threads without work end within so many seconds.
+_END_S = 10.0
+
 #: What repeats is said again after so many seconds.
 _SAY_AGAIN_S = 600.0
 
@@ -145,6 +148,7 @@ class BlockStore:
         self._touched: list[tuple[Touched, int]] = []
         self._burials = 0  # deletions on their way to storage
         self._kernel_loader: threading.Thread | None = None
+        self._farewell: threading.Thread | None = None
         self._process = os.getpid()
         self._recovered = threading.Event()
         self._stop = threading.Event()
@@ -420,29 +424,47 @@ class BlockStore:
         if self._process != os.getpid():  # a forked child must not end what is its parent's
             return True
         with self._lock:
-            if self._state is State.CLOSED:
-                return not self._jobs
+            closed = self._state is State.CLOSED
             was = self._state
             self._state = State.CLOSED
+        if closed:
+            done = not self._jobs
+            if done and self._farewell is not None:
+                self._farewell.join(timeout)
+            return done
         self._stop.set()
         # Stores that still wait for a target would wait for ever now.
         quiet = self.drain(timeout, cancel=was is State.OPENING)
         quiet = quiet or self.drain(timeout, cancel=True)
         self._keeper.join(timeout)
         self._recovered.set()
-        self._executor.stop(quiet=quiet)
+        self._executor.stop()
         if quiet:
-            self._flush_accesses()
-            for part in (self._writer, self._reader):
-                if part is not None:
-                    part.close()
+            self._let_go()
         else:
+            self._farewell = threading.Thread(
+                target=self._let_go_later, name="lifeboat-farewell", daemon=True
+            )
+            self._farewell.start()
             _log.warning(
                 "LifeboatCache: storage at %s has not answered for %.0f s; its I/O is left behind",
                 self._target.location if self._target else "?",
                 2 * timeout,
             )
         return quiet
+
+    def _let_go(self) -> None:
+        self._flush_accesses()
+        for part in (self._writer, self._reader):
+            if part is not None:
+                part.close()
+
+    def _let_go_later(self) -> None:
+        """Let go of all files once storage has answered what it was asked."""
+        with self._idle:
+            self._idle.wait_for(lambda: not (self._jobs or self._burials))
+        self._executor.join(_END_S)
+        self._let_go()
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -521,13 +543,14 @@ class BlockStore:
         if (job.outcomes == Outcome.FULL).any() and self._news("full"):
             _log.warning(
                 "LifeboatCache: %s has reached its capacity, new blocks are not kept: raise "
-                "capacity_gb, or run `lifeboat-cache purge --older-than 7d`",
+                "capacity_gb, or run `lifeboat-cache gc` or `lifeboat-cache purge --older-than 7d`",
                 where,
             )
         if (job.outcomes == Outcome.RESERVE).any() and self._news("reserve"):
             _log.warning(
                 "LifeboatCache: the disk of %s has less free than min_free_gb, new blocks are not "
-                "kept: free space, or run `lifeboat-cache purge --older-than 7d`",
+                "kept: free space, or run `lifeboat-cache gc` or "
+                "`lifeboat-cache purge --older-than 7d`",
                 where,
             )
 

@@ -49,6 +49,7 @@ class Executor:
         self._key = key
         self._python = WorkerPool(threads)
         self._native: NativePool | None = None
+        self._stopping: NativePool | None = None
         self._lock = threading.Lock()
         self._cancelling = False
         self._failed = False
@@ -90,11 +91,11 @@ class Executor:
         with self._lock:
             native = self._native
         fast = [t for t in tasks if native is not None and _native_can(t)]
+        slow = [t for t in tasks if native is None or not _native_can(t)]
         if native is not None and fast:
-            native.submit(fast)
-        for task in tasks:
-            if native is None or not _native_can(task):
-                self._python.submit(task.kind, [partial(self._execute, task)])
+            slow += native.submit(fast)
+        for task in slow:
+            self._python.submit(task.kind, [partial(self._execute, task)])
 
     def _execute(self, task: IoTask) -> None:
         if self._cancelling:
@@ -114,14 +115,21 @@ class Executor:
             if self._native is not None:
                 self._native.cancel(wanted)
 
-    def stop(self, *, quiet: bool) -> None:
-        """Let the threads end; those in the middle of I/O that hangs are left behind."""
+    def stop(self) -> None:
+        """Let the threads end as soon as nothing is under way, without waiting for it."""
         self._python.stop()
         with self._lock:
             native, self._native = self._native, None
             self._stopped = True
-        if native is not None and quiet:
+        if native is not None:
+            self._stopping = native
             native.stop()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the threads have ended, but not much longer than so many seconds each."""
+        self._python.join(timeout)
+        if self._stopping is not None:
+            self._stopping.join(timeout)
 
 
 def _native_can(task: IoTask) -> bool:

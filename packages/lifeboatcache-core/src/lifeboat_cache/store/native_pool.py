@@ -74,6 +74,9 @@ class NativePool:
         self._contexts: list[npt.NDArray[np.int64]] = []
         self._scratch: list[npt.NDArray[np.uint8]] = []
         self._running = 0
+        self._stopping = False
+        self._ended = False
+        self._released = threading.Event()
         self._pid = os.getpid()
         for _ in (_LOAD, _STORE):
             for outs, ins in ((self._from, self._into), (self._out, self._done)):
@@ -130,17 +133,26 @@ class NativePool:
         """Threads that run."""
         return self._running
 
-    def submit(self, tasks: Sequence[IoTask]) -> None:
-        """Hand tasks of one kind over. Waits while thousands are under way."""
+    def submit(self, tasks: Sequence[IoTask]) -> Sequence[IoTask]:
+        """Hand tasks of one kind over. Waits while thousands are under way.
+
+        Returns
+        -------
+        sequence of IoTask
+            Those that nobody will do, because the threads have been told to end.
+        """
         lane = _LOAD if tasks[0].kind == "load" else _STORE
         for first in range(0, len(tasks), _BATCH):
             some = {task.address(): task for task in tasks[first : first + _BATCH]}
             with self._room:
-                self._room.wait_for(lambda: len(self._tasks) < _MOST_TASKS)
+                self._room.wait_for(lambda: self._ended or len(self._tasks) < _MOST_TASKS)
+                if self._ended:
+                    return tasks[first:]
                 self._tasks.update(some)
             # One call for all: each lets go of the interpreter and has to win it back.
             # What is not longer than PIPE_BUF is written as a whole.
             os.write(self._into[lane], np.array(list(some), dtype=np.int64).tobytes())
+        return []
 
     def cancel(self, wanted: bool) -> None:
         """Whether tasks that have not started end as ``CANCELLED``."""
@@ -169,6 +181,8 @@ class NativePool:
                 except Exception:  # a fault of ours must not take the thread away
                     _log.exception("LifeboatCache: completing I/O failed; please report this")
             del tasks  # they hold the caller's memory
+            with self._lock:
+                self._end_if_idle()
             if not ended:
                 continue
             if lane == _STORE:
@@ -180,15 +194,28 @@ class NativePool:
                 return
 
     def stop(self) -> None:
-        """Let the threads end. Call it when nothing is under way."""
-        for _ in range(self._running):
-            os.write(self._into[_LOAD], _END)
+        """Let the threads end as soon as nothing is under way."""
+        with self._lock:
+            self._stopping = True
+            self._end_if_idle()
+
+    def join(self, timeout: float) -> bool:
+        """Wait until the threads have ended, but not longer than so many seconds."""
+        return self._released.wait(timeout)
+
+    def _end_if_idle(self) -> None:
+        if self._stopping and not self._ended and not self._tasks:
+            self._ended = True
+            self._room.notify_all()
+            for _ in range(self._running):
+                os.write(self._into[_LOAD], _END)
 
     def _release(self) -> None:
         for end in (*self._from, *self._done, *self._into, *self._out):
             os.close(end)
         self._scratch.clear()
         _alive.discard(self)
+        self._released.set()
 
 
 _alive: set[NativePool] = set()

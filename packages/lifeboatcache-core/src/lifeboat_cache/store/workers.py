@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
@@ -69,3 +70,10 @@ class WorkerPool:
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the threads have ended, but not longer than so many seconds."""
+        end = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
