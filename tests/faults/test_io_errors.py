@@ -92,7 +92,6 @@ def test_short_reads_and_writes_of_the_kernel(
 
 
 @pytest.mark.parametrize("file", ["segment$", "journal$"])
-@pytest.mark.xfail(strict=True, reason="headers and journals are read with one pread each")
 def test_short_reads_of_headers_and_journals(
     open_driver: Open, faulty: FaultyDisk, file: str
 ) -> None:
@@ -167,7 +166,6 @@ def test_every_kind_of_call_may_fail_at_any_time(
 
 
 @pytest.mark.parametrize("file", ["segment$", "journal$"])
-@pytest.mark.xfail(strict=True, reason="os.close is called without care in writer and reader")
 def test_error_at_closing_a_file_is_not_an_error_of_the_engine(
     open_driver: Open, faulty: FaultyDisk, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:

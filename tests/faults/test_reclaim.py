@@ -132,7 +132,6 @@ def lookout(root: Path, namespace: Namespace) -> None:
     assert [f.kind for t in report.targets for f in t.all_findings() if f.level == "fault"] == []
 
 
-@pytest.mark.xfail(strict=True, reason="check takes a segment that was being removed for damaged")
 @pytest.mark.parametrize("left", [0, 100])
 def test_segment_that_a_killed_janitor_was_removing_is_a_leftover(
     open_driver: Open, root: Path, namespace: Namespace, left: int
@@ -214,9 +213,6 @@ CALLS = [
 
 
 @pytest.mark.parametrize("file", ["segment$", "journal$"])
-@pytest.mark.xfail(
-    strict=True, reason="a file that cannot be looked at counts as one that has gone"
-)
 def test_janitor_that_cannot_look_at_files(
     open_driver: Open, faulty: FaultyDisk, file: str
 ) -> None:

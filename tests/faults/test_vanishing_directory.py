@@ -109,10 +109,6 @@ def test_unmounted_before_the_first_store(open_driver: Open, small_disk: Disk) -
     assert driver.block_store.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a writer notices deleted files, not that its directory is another one by now",
-)
 def test_replaced_by_another_cache(open_driver: Open, root: Path) -> None:
     # Blocks of the same keys, but another process made them: a backup is put back.
     backup = root.parent / "backup"
@@ -133,10 +129,6 @@ def test_replaced_by_another_cache(open_driver: Open, root: Path) -> None:
     assert again.load([*range(8), *range(20, 24)]) == [OK] * 12
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a writer notices deleted files, not that its directory is another one by now",
-)
 def test_replaced_by_something_else(open_driver: Open, root: Path) -> None:
     driver = open_driver(root)
     assert driver.store(range(4)) == [OK] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from lifeboat_cache.format.journal import (
     Entries,
     parse_entries,
 )
+from lifeboat_cache.targets.files import close_file, open_file, read_range
 
 __all__ = ["Codes", "Journal", "codes", "pages", "scan_journal"]
 
@@ -120,19 +120,19 @@ def pages(journal: Journal) -> Iterator[Entries]:
 
 
 def _raw_pages(path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_file(path)
     try:
         first = 0
         while first < limit:
             wanted = min(_PAGE_ENTRIES, limit - first) * ENTRY_BYTES
-            data = os.pread(fd, wanted, HEADER_BYTES + first * ENTRY_BYTES)
+            data = read_range(fd, wanted, HEADER_BYTES + first * ENTRY_BYTES)
             data = data[: len(data) // ENTRY_BYTES * ENTRY_BYTES]
             if not data:
                 return
             yield first, data
             first += len(data) // ENTRY_BYTES
     finally:
-        os.close(fd)
+        close_file(fd)
 
 
 def _bad_numbers(data: bytes, writer: bytes, first: int, namespace: bytes) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lifeboat_cache.checksum import payload_checksum
 from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, read_into
+from lifeboat_cache.targets.files import GONE, close_file, open_file
 
 __all__ = ["Payload", "Progress", "Verdict", "Verifier", "runs"]
 
@@ -27,8 +28,6 @@ _RUN_BYTES = 32 << 20
 
 #: Reading over so small a gap is cheaper than another read.
 _GAP_BYTES = 64 << 10
-
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Verdict(Enum):
@@ -228,7 +227,7 @@ def _verdicts(
     try:
         fd = _open(path, direct)
     except OSError as error:
-        gone = error.errno in (errno.ENOENT, errno.ESTALE)
+        gone = error.errno in GONE
         yield Verdict.CUT if gone else Verdict.UNREADABLE
         return
     try:
@@ -250,7 +249,7 @@ def _verdicts(
             if not good:
                 return
     finally:
-        os.close(fd)
+        close_file(fd)
 
 
 def _open(path: Path, direct: bool) -> int:
@@ -258,8 +257,8 @@ def _open(path: Path, direct: bool) -> int:
     # keep in memory must not make room for it.
     if direct:
         try:
-            return os.open(path, _OPEN | O_DIRECT)
+            return open_file(path, os.O_RDONLY | O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    return os.open(path, _OPEN)
+    return open_file(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from lifeboat_cache.check.journals import Journal, codes, pages
 from lifeboat_cache.check.payloads import Payload, Verdict, Verifier, runs
 from lifeboat_cache.check.repair import Undertaker, put_header, remove_files
-from lifeboat_cache.check.report import RUN_REPAIR, Finding
+from lifeboat_cache.check.report import RUN_REPAIR, Finding, Level
 from lifeboat_cache.check.survey import Survey, Writer
 from lifeboat_cache.checksum import ALGORITHM_KEYED_BLAKE3, Binding
 from lifeboat_cache.errors import ForeignDataError, FormatError, NewerFormatError
@@ -28,6 +29,7 @@ from lifeboat_cache.format.header import (
 from lifeboat_cache.format.journal import KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.store.records import readable, tombstones
 from lifeboat_cache.targets.direct import ALIGNMENT
+from lifeboat_cache.targets.files import GONE, read_document
 from lifeboat_cache.targets.layout import segment_name
 
 __all__ = ["RecordCheck"]
@@ -206,12 +208,12 @@ class RecordCheck:
             self._records.newer += entries.shape[0]
             return 0
         try:
-            size = segment.path.stat().st_size
-        except FileNotFoundError:
+            size = os.lstat(segment.path).st_size
+        except OSError as error:
+            if error.errno not in GONE:
+                self._bad(writer, segment, entries, "unreadable")
+                return 0
             size = 0
-        except OSError:
-            self._bad(writer, segment, entries, "unreadable")
-            return 0
         if not size:  # purged, or being purged
             self._records.gone += entries.shape[0]
             return 0
@@ -253,7 +255,7 @@ class RecordCheck:
         none = np.zeros(entries.shape[0], dtype=np.bool_)
         name = segment_name(writer.name, segment.number, "dead")
         try:
-            data = (self._survey.directory / name).read_bytes()
+            data = read_document(self._survey.directory / name)
             header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_DEAD, name)
         except (OSError, FormatError):
             return none
@@ -284,10 +286,10 @@ class RecordCheck:
         one: Entries = np.array([payload.entry])
         # What a purge or a janitor reclaimed meanwhile is gone, not bad.
         try:
-            size = path.stat().st_size
-        except OSError:
-            size = 0
-        if not size:
+            gone = not os.lstat(path).st_size
+        except OSError as error:
+            gone = error.errno in GONE
+        if gone:
             self._records.gone += 1
         elif self._marked(writer, segment, one)[0]:
             self._records.dead += 1
@@ -334,7 +336,17 @@ class RecordCheck:
     def _judge(self, writer: Writer, segment: _Segment) -> None:
         """Say what becomes of a segment whose header is not what it should be."""
         name = segment.path.name
-        if self._stop.is_set() or not segment.path.exists():
+        if self._stop.is_set():
+            return
+        try:
+            size = os.lstat(segment.path).st_size
+        except OSError:  # it has gone, or was found unreadable before
+            return
+        known_bad = any((kind, name) in self._findings for kind, _ in _KINDS.values())
+        if size < HEADER_BYTES and not known_bad:
+            # Nothing in it counts any more: it is cut before it is unlinked.
+            if writer.ended:
+                self._remove(writer, segment, "segment-removed", "leftover")
             return
         if not segment.named:
             detail = "its header names another segment: blocks in it are served as misses"
@@ -366,7 +378,13 @@ class RecordCheck:
             segment.path.name,
         ) in self._findings
 
-    def _remove(self, writer: Writer, segment: _Segment) -> None:
+    def _remove(
+        self,
+        writer: Writer,
+        segment: _Segment,
+        name: str = "segment-header",
+        level: Level = "fault",
+    ) -> None:
         """A segment without an intact header or record is of no use to anybody."""
         self._doomed.setdefault(writer.name, set()).add(segment.number)
         paths = [
@@ -374,10 +392,12 @@ class RecordCheck:
             for kind in ("segment", "dead")
         ]
         finding = Finding(
-            "segment-header",
-            "fault",
+            name,
+            level,
             "",
-            "the header is damaged, and no record in it is intact: it is of no use",
+            "the header is damaged, and no record in it is intact: it is of no use"
+            if level == "fault"
+            else "a janitor or a purge was killed while it removed it",
             fix=partial(remove_files, paths),
         )
         self._survey.find(segment.path.name, finding)

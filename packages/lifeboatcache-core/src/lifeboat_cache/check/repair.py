@@ -21,6 +21,14 @@ from lifeboat_cache.format.journal import (
     seal_entries,
 )
 from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.targets.direct import write_from
+from lifeboat_cache.targets.files import (
+    close_file,
+    cut_file,
+    is_gone,
+    open_file,
+    read_document,
+)
 from lifeboat_cache.targets.layout import write_atomically, writer_alive
 from lifeboat_cache.targets.segment_writer import SegmentWriter
 
@@ -33,18 +41,16 @@ __all__ = [
     "rewrite_accesses",
 ]
 
-_WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-
 
 def put_header(path: Path, magic: bytes, namespace: bytes, writer: bytes, segment: int = 0) -> None:
     """Write a header anew over a damaged one of a dead writer."""
     _require_dead(path)
     header = FileHeader(magic, namespace, writer, segment, int(path.stat().st_mtime))
-    fd = os.open(path, _WRITE)
+    fd = open_file(path, os.O_WRONLY)
     try:
-        os.pwrite(fd, header.pack(), 0)
+        write_from(fd, [memoryview(header.pack())], 0)
     finally:
-        os.close(fd)
+        close_file(fd)
 
 
 def fill_entries(path: Path, writer: bytes, namespace: bytes, numbers: Sequence[int]) -> None:
@@ -57,25 +63,25 @@ def fill_entries(path: Path, writer: bytes, namespace: bytes, numbers: Sequence[
     filler = np.zeros(1, dtype=ENTRY)
     filler["kind"] = KIND_TOMBSTONE
     filler["time"] = coarse_time()
-    fd = os.open(path, _WRITE)
+    fd = open_file(path, os.O_WRONLY)
     try:
         for number in numbers:
             data = seal_entries(filler, writer, number, namespace)
-            os.pwrite(fd, data, HEADER_BYTES + number * ENTRY_BYTES)
+            write_from(fd, [memoryview(data)], HEADER_BYTES + number * ENTRY_BYTES)
     finally:
-        os.close(fd)
+        close_file(fd)
 
 
 def cut_tail(path: Path, entries: int) -> None:
     """Cut a dead writer's journal behind its last whole entry."""
     _require_dead(path)
-    os.truncate(path, HEADER_BYTES + entries * ENTRY_BYTES)
+    cut_file(path, HEADER_BYTES + entries * ENTRY_BYTES)
 
 
 def rewrite_accesses(path: Path, namespace: bytes, writer: bytes) -> None:
     """Keep the intact entries of a dead writer's access log."""
     _require_dead(path)
-    kept = parse_accesses(path.read_bytes()[HEADER_BYTES:])
+    kept = parse_accesses(read_document(path, 32 << 30)[HEADER_BYTES:])
     if not kept.shape[0]:
         remove_files([path])
         return
@@ -95,13 +101,13 @@ def remove_files(paths: Sequence[Path], unless: Path | None = None) -> None:
     """
     for path in paths:
         _require_dead(path)
-    if unless is not None and unless.exists():
+    if unless is not None and not is_gone(unless):
         raise OSError(errno.EBUSY, "its journal has appeared")
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             # A process that still has the file open would keep its space otherwise.
             if path.suffix == ".segment":
-                os.truncate(path, 0)
+                cut_file(path, 0)
             os.unlink(path)
 
 

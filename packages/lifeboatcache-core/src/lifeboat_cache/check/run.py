@@ -20,7 +20,7 @@ from lifeboat_cache.check.report import (
     NamespaceReport,
     TargetReport,
 )
-from lifeboat_cache.check.survey import read_document, survey_namespace
+from lifeboat_cache.check.survey import intact_document, survey_namespace
 from lifeboat_cache.errors import ForeignDataError, LifeboatError, NewerFormatError
 from lifeboat_cache.format.header import FORMAT_VERSION
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
@@ -229,7 +229,7 @@ class _Run:
 
     def _has_key_of(self, directory: Path) -> bool:
         """Whether our key is that of a namespace: with another one, everything would look bad."""
-        document = read_document(directory) or self._known(directory.name)
+        document = intact_document(directory) or self._known(directory.name)
         return (
             self._key is not None
             and document is not None
@@ -239,7 +239,7 @@ class _Run:
     def _known(self, name: str) -> Namespace | None:
         """An intact document of a namespace in any of the targets."""
         for target in self._targets:
-            found = read_document(target.path / name)
+            found = intact_document(target.path / name)
             if found is not None:
                 return found
         return None

@@ -40,6 +40,7 @@ from lifeboat_cache.format.header import (
     FileHeader,
 )
 from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.targets.files import close_file, open_file, read_document, read_range
 from lifeboat_cache.targets.layout import (
     DEAD_GENERATION,
     SUMMARY_WRITER,
@@ -50,10 +51,13 @@ from lifeboat_cache.targets.layout import (
     writer_alive,
 )
 
-__all__ = ["Survey", "Writer", "read_document", "survey_namespace"]
+__all__ = ["Survey", "Writer", "intact_document", "survey_namespace"]
 
 #: A temporary file that is older than so many seconds was left by a killed process.
 _STALE_S = 3600.0
+
+#: No access log is longer: its process would have used a billion blocks.
+_MOST_LOG_BYTES = 32 << 30
 
 _MAGIC = {
     "journal": MAGIC_JOURNAL,
@@ -139,10 +143,10 @@ class Survey:
         self.report.findings.append(finding)
 
 
-def read_document(directory: Path) -> Namespace | None:
+def intact_document(directory: Path) -> Namespace | None:
     """A namespace directory's document, if it is intact and belongs there."""
     try:
-        namespace = Namespace.from_json((directory / "namespace.json").read_bytes())
+        namespace = Namespace.from_json(read_document(directory / "namespace.json"))
     except (OSError, FormatError, IdentityError):
         return None
     return namespace if namespace.directory == directory.name else None
@@ -191,7 +195,7 @@ def survey_namespace(
         for name, parsed in writer.files.items():
             if parsed.kind != "lock":
                 writer.headers[name] = _header(directory / name, _MAGIC[parsed.kind])
-    document = read_document(directory)
+    document = intact_document(directory)
     survey.digest = document.digest if document else _digest_of_headers(survey)
     if survey.digest is not None:
         survey.report.digest = survey.digest.hex()
@@ -216,11 +220,11 @@ def survey_namespace(
 
 def _header(path: Path, magic: bytes) -> Header:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_file(path)
         try:
-            data = os.pread(fd, HEADER_BYTES, 0)
+            data = read_range(fd, HEADER_BYTES, 0)
         finally:
-            os.close(fd)
+            close_file(fd)
         return FileHeader.unpack(data, magic, path.name)
     except (FormatError, OSError) as error:
         return error
@@ -254,7 +258,7 @@ def _digest_of_headers(survey: Survey) -> bytes | None:
 def _check_document(survey: Survey, known: Callable[[str], Namespace | None]) -> None:
     path = survey.directory / "namespace.json"
     try:
-        text: bytes | None = path.read_bytes()
+        text: bytes | None = read_document(path)
     except FileNotFoundError:
         text = None
         if not survey.writers or any(writer.alive for writer in survey.writers):
@@ -422,9 +426,18 @@ def _check_orphans(survey: Survey, writer: Writer) -> None:
             ]
             fix = partial(remove_files, paths, unless)
             detail = "no journal entry names it: it holds space that nobody uses"
-            # With an intact journal: the process was killed before its first entry.
-            level: Level = "fault" if writer.journal is None else "leftover"
+            # With an intact journal: the process was killed before its first entry. Cut:
+            # a purge was killed, which removes the journal first.
+            cut = isinstance(header, FormatError) and _is_cut(paths[0])
+            level: Level = "fault" if writer.journal is None and not cut else "leftover"
             survey.find(name, Finding("segment-orphaned", level, "", detail, fix=fix))
+
+
+def _is_cut(path: Path) -> bool:
+    try:
+        return os.lstat(path).st_size < HEADER_BYTES
+    except OSError:
+        return False
 
 
 def _check_bitmaps(survey: Survey, writer: Writer, digest: bytes) -> None:
@@ -466,7 +479,7 @@ def _check_accesses(survey: Survey, writer: Writer, digest: bytes) -> None:
         survey.find(name, Finding("foreign-file", "fault", "", detail, _MOVE))
         return
     try:
-        body = path.read_bytes()[HEADER_BYTES:]
+        body = read_document(path, _MOST_LOG_BYTES)[HEADER_BYTES:]
     except OSError as error:
         _unreadable(survey, name, error)
         return

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["dead_slots", "set_dead"]
+__all__ = ["MOST_BYTES", "dead_slots", "set_dead"]
+
+#: No segment has so many slots; what lies behind is of no meaning.
+MOST_BYTES = 2 << 20
 
 
 def dead_slots(body: bytes) -> npt.NDArray[np.bool_]:

@@ -21,6 +21,7 @@ from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, FileHeader
 from lifeboat_cache.janitor.catalogue import Catalogue, Segment
 from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.targets.direct import ALIGNMENT
+from lifeboat_cache.targets.files import close_file, open_file, read_range
 from lifeboat_cache.targets.holes import data_start, punch_hole
 from lifeboat_cache.targets.layout import SUMMARY_WRITER, write_atomically
 
@@ -88,18 +89,18 @@ class AccessFolder:
     ) -> tuple[npt.NDArray[Any] | None, int]:
         """Intact entries from ``start`` (behind the header), and where they end."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_file(path)
         except OSError:
             return None, start
         try:
-            header = FileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), MAGIC_ACCESS, path.name)
+            header = FileHeader.unpack(read_range(fd, HEADER_BYTES, 0), MAGIC_ACCESS, path.name)
             if header.namespace != self._catalogue.digest:
                 return None, start
             parts = []
             if not start:  # what an earlier janitor has punched out
                 first = max(0, data_start(fd, HEADER_BYTES) - HEADER_BYTES)
                 start = first // ACCESS_BYTES * ACCESS_BYTES
-            while data := os.pread(fd, _PAGE_BYTES, HEADER_BYTES + start):
+            while data := read_range(fd, _PAGE_BYTES, HEADER_BYTES + start):
                 whole = len(data) // ACCESS_BYTES * ACCESS_BYTES
                 parts.append(parse_accesses(data[:whole]))
                 start += whole
@@ -112,7 +113,7 @@ class AccessFolder:
             report.problem(path.name, error)
             return None, start
         finally:
-            os.close(fd)
+            close_file(fd)
 
     def apply(self, accesses: npt.NDArray[Any], present: int) -> None:
         """Let records count as used when accesses say so, but not later than now."""
@@ -196,7 +197,7 @@ class AccessFolder:
                         report.logs_folded += 1
                     continue
                 length = end // ALIGNMENT * ALIGNMENT
-                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = open_file(path, os.O_WRONLY)
                 try:
                     # Not again what was punched out before.
                     start = data_start(fd, HEADER_BYTES)
@@ -205,7 +206,7 @@ class AccessFolder:
                     ):
                         report.logs_folded += 1
                 finally:
-                    os.close(fd)
+                    close_file(fd)
             except FileNotFoundError:  # another janitor, or a purge, was faster
                 writer.files.discard("access")
             except OSError as error:

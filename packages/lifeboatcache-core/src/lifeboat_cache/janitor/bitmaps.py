@@ -10,16 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.errors import FormatError, NewerFormatError
-from lifeboat_cache.format.bitmap import dead_slots, set_dead
+from lifeboat_cache.format.bitmap import MOST_BYTES, dead_slots, set_dead
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_DEAD, FileHeader
 from lifeboat_cache.janitor.rows import Bools
 from lifeboat_cache.targets.direct import write_from
+from lifeboat_cache.targets.files import close_file, open_file, read_range
 from lifeboat_cache.targets.layout import segment_name, write_atomically
 
 __all__ = ["Bitmap"]
-
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-_READ_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Bitmap:
@@ -60,7 +58,7 @@ class Bitmap:
         """
         none: Bools = np.zeros(0, dtype=np.bool_)
         try:
-            fd = os.open(self.path, _READ)
+            fd = open_file(self.path)
         except OSError:
             return none
         try:
@@ -69,13 +67,13 @@ class Bitmap:
         except OSError:
             return none
         finally:
-            os.close(fd)
+            close_file(fd)
         self._stamp = stamp
         return none if body is None else dead_slots(body)
 
     def _body(self, fd: int) -> bytes | None:
-        size = os.fstat(fd).st_size
-        data = os.pread(fd, max(size, HEADER_BYTES), 0)
+        size = max(os.fstat(fd).st_size, HEADER_BYTES)
+        data = read_range(fd, min(size, HEADER_BYTES + MOST_BYTES), 0)
         try:
             header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_DEAD, self.path.name)
         except NewerFormatError:
@@ -99,7 +97,7 @@ class Bitmap:
         """
         body: bytes | None = None
         try:
-            fd = os.open(self.path, _READ_WRITE)
+            fd = open_file(self.path, os.O_RDWR)
         except FileNotFoundError:
             fd = -1
         if fd >= 0:
@@ -112,7 +110,7 @@ class Bitmap:
                     relative = slots - first * 8
                     write_from(fd, [memoryview(set_dead(part, relative))], HEADER_BYTES + first)
             finally:
-                os.close(fd)
+                close_file(fd)
         if body is None:
             # There is none, or one that nobody reads.
             mine = self._header

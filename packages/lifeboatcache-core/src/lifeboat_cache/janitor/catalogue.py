@@ -25,11 +25,13 @@ from lifeboat_cache.janitor.journal_follower import JournalFollower
 from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.janitor.rows import Rows
 from lifeboat_cache.store.records import readable
+from lifeboat_cache.targets.files import GONE, close_file, is_gone, open_file, read_range
 from lifeboat_cache.targets.layout import SUMMARY_WRITER, parse_name, segment_name, writer_alive
 
 __all__ = ["Catalogue", "Segment", "Writer"]
 
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+#: Why a writer is left alone for a while.
+_UNKNOWN = "its files cannot be looked at"
 
 _MAGIC = {
     "segment": MAGIC_SEGMENT,
@@ -187,21 +189,32 @@ class Catalogue:
         """
         allocated = 0
         there: dict[str, dict[str, os.stat_result]] = {}
+        unknown: set[str] = set()
         with os.scandir(self.directory) as listing:
             entries = list(listing)
         for entry in entries:
             try:
                 stat = entry.stat(follow_symlinks=False)
-            except OSError:
+            except OSError as error:
+                # Of what cannot be looked at it is not known that it has gone.
+                parsed = parse_name(entry.name)
+                if error.errno not in GONE and parsed is not None:
+                    unknown.add(parsed.writer)
                 continue
             allocated += stat.st_blocks * 512
             parsed = parse_name(entry.name)
             if parsed is not None and entry.is_file(follow_symlinks=False):
                 there.setdefault(parsed.writer, {})[entry.name] = stat
         self.allocated = allocated
-        self.summary = there.pop(_SUMMARY, None) is not None
-        for name in self.writers.keys() - there.keys():
-            del self.writers[name]
+        self.summary = there.pop(_SUMMARY, None) is not None or _SUMMARY in unknown
+        unknown.discard(_SUMMARY)
+        for name in list(self.writers):
+            # Who could not be looked at is got to know anew.
+            if name not in there or self.writers[name].untouchable == _UNKNOWN:
+                del self.writers[name]
+        for name in unknown:
+            there.pop(name, None)
+            self.writers[name] = Writer(self.directory, name, untouchable=_UNKNOWN)
         names = {name for files in there.values() for name in files}
         self._verdicts = {name: v for name, v in self._verdicts.items() if name in names}
         for name, files in sorted(there.items()):
@@ -267,13 +280,14 @@ class Catalogue:
             return known
         verdict = "", False
         try:
-            fd = os.open(self.directory / file, _OPEN)
+            fd = open_file(self.directory / file)
             try:
-                data = os.pread(fd, HEADER_BYTES, 0)
+                data = read_range(fd, HEADER_BYTES, 0)
             finally:
-                os.close(fd)
-        except OSError:
-            return verdict
+                close_file(fd)
+        except OSError as error:
+            gone = error.errno in GONE
+            return verdict if gone else ("its header cannot be read", False)
         if len(data) < HEADER_BYTES:  # being made, or being removed
             return verdict
         try:
@@ -295,7 +309,10 @@ class Catalogue:
         final = not writer.alive
         if "journal" not in writer.files:
             # Its files are removed journal first, so that nothing half-alive is left.
-            writer.complete = final and not os.path.lexists(writer.path("journal"))
+            try:
+                writer.complete = final and is_gone(writer.path("journal"))
+            except OSError as error:
+                report.problem(writer.path("journal").name, error)
             return
         if writer.journal is None:
             writer.journal = JournalFollower(writer.path("journal"), writer.id, self.digest)
@@ -323,8 +340,11 @@ class Catalogue:
             if segment is None:  # made since the directory was listed, or removed
                 try:
                     stat = os.stat(self.directory / segment_name(writer.name, number))
-                except OSError:
-                    continue
+                except OSError as error:
+                    if error.errno in GONE:
+                        continue
+                    writer.untouchable = _UNKNOWN
+                    return
                 self._note_segment(writer, number, stat)
                 segment = writer.segments[number]
             mine = records & (entries["segment"] == number)

@@ -24,6 +24,7 @@ from lifeboat_cache.janitor.rows import padded
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.targets.direct import O_DIRECT, read_into
+from lifeboat_cache.targets.files import close_file, close_files, open_file
 from lifeboat_cache.targets.layout import segment_name
 from lifeboat_cache.targets.segment_writer import SegmentWriter
 
@@ -31,8 +32,6 @@ __all__ = ["Copied", "copy_segments"]
 
 #: Read and written in one go; a single larger record takes memory of its own.
 _CHUNK_BYTES = 16 << 20
-
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass
@@ -67,10 +66,10 @@ class _Source:
         self._key = key
         self._binding = Binding(catalogue.digest)
         self._direct_fd = -1
-        self._fd = os.open(segment.path, _OPEN)
+        self._fd = open_file(segment.path)
         if direct:
             with contextlib.suppress(OSError):
-                self._direct_fd = os.open(segment.path, _OPEN | O_DIRECT)
+                self._direct_fd = open_file(segment.path, os.O_RDONLY | O_DIRECT)
 
     def read(self, entry: Any, into: memoryview) -> bool:
         """Whether a record's bytes are now at the start of ``into`` and match.
@@ -111,9 +110,7 @@ class _Source:
 
     def close(self) -> None:
         """Let go of the file."""
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
+        close_files([self._fd, self._direct_fd])
 
 
 def copy_segments(
@@ -346,17 +343,17 @@ class _Copier:
         directory = self._catalogue.directory
         names = [segment_name(writer.writer.hex(), number) for number in sorted(self._files)]
         for name in [*names, f"{writer.writer.hex()}.journal"]:
-            fd = os.open(directory / name, _OPEN)
+            fd = open_file(directory / name)
             try:
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
-                os.close(fd)
+                close_file(fd)
         fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:
-            os.close(fd)
+            close_file(fd)
 
 
 def _place(segment: Segment, slot: int) -> tuple[int, str, int, int]:

@@ -27,6 +27,7 @@ from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.janitor.rows import Bools, padded
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.files import close_file, is_gone, open_file, read_document
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import (
     DEAD_GENERATION,
@@ -188,9 +189,8 @@ class Janitor:
 
     def _take_lock(self) -> bool:
         """Whether no other janitor is at work, as far as that can be known."""
-        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self._lock_fd = os.open(self._root / JANITOR_LOCK, flags, FILE_MODE)
+            self._lock_fd = open_file(self._root / JANITOR_LOCK, os.O_CREAT | os.O_RDWR, FILE_MODE)
         except OSError as error:
             self._report.problem(JANITOR_LOCK, error)
             return True
@@ -205,7 +205,7 @@ class Janitor:
 
     def _drop_lock(self) -> None:
         if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+            close_file(self._lock_fd)
             self._lock_fd = -1
 
     # What is there ------------------------------------------------------------
@@ -233,7 +233,7 @@ class Janitor:
     def _document(path: Path) -> Namespace | None:
         """What a namespace's document says, if it is intact and belongs there."""
         try:
-            document = Namespace.from_json((path / "namespace.json").read_bytes())
+            document = Namespace.from_json(read_document(path / "namespace.json"))
         except (OSError, LifeboatError):
             return None
         return document if document.directory == path.name else None
@@ -766,7 +766,7 @@ class Janitor:
         """Remove bitmaps of segments that have gone."""
         for number in writer.bitmaps.keys() - writer.segments.keys():
             path = writer.directory / segment_name(writer.name, number)
-            if not os.path.lexists(path):
+            if is_gone(path):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path.with_suffix(".dead"))
 

@@ -12,13 +12,12 @@ import numpy.typing as npt
 from lifeboat_cache.errors import FormatError
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_JOURNAL, FileHeader
 from lifeboat_cache.format.journal import ENTRY_BYTES, Entries, parse_entries
+from lifeboat_cache.targets.files import close_file, open_file, read_range
 
 __all__ = ["JournalFollower", "read_entries"]
 
 #: Entries read and checked in one go.
 _PAGE_ENTRIES = 4096
-
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -56,21 +55,21 @@ class JournalFollower:
         FormatError, OSError
             If the file or its header cannot be read.
         """
-        fd = os.open(self._path, _OPEN)
+        fd = open_file(self._path)
         try:
             size = os.fstat(fd).st_size
             if size == self.size and not final:
                 return
             if not self._valid:
                 name = self._path.name
-                header = FileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), MAGIC_JOURNAL, name)
+                header = FileHeader.unpack(read_range(fd, HEADER_BYTES, 0), MAGIC_JOURNAL, name)
                 if (header.namespace, header.writer) != (self._namespace, self._writer):
                     raise FormatError(f"{name}: the header names another writer; skipped")
                 self._valid = True
                 self.created = header.created
             while True:
                 at = HEADER_BYTES + self.next * ENTRY_BYTES
-                data = os.pread(fd, _PAGE_ENTRIES * ENTRY_BYTES, at)
+                data = read_range(fd, _PAGE_ENTRIES * ENTRY_BYTES, at)
                 whole = len(data) // ENTRY_BYTES
                 if not whole:
                     break
@@ -85,7 +84,7 @@ class JournalFollower:
                     break
             self.size = size
         finally:
-            os.close(fd)
+            close_file(fd)
 
     def _parse(self, data: bytes) -> tuple[Entries, _Numbers]:
         entries, bad = parse_entries(data, self._writer, self.next, self._namespace)
@@ -114,7 +113,7 @@ def read_entries(path: Path, writer: bytes, namespace: bytes, numbers: _Numbers)
         If one of them is bad by now.
     """
     parts = []
-    fd = os.open(path, _OPEN)
+    fd = open_file(path)
     try:
         at = 0
         while at < numbers.shape[0]:
@@ -123,13 +122,13 @@ def read_entries(path: Path, writer: bytes, namespace: bytes, numbers: _Numbers)
             while upto < numbers.shape[0] and numbers[upto] == numbers[upto - 1] + 1:
                 upto += 1
             first, count = int(numbers[at]), upto - at
-            data = os.pread(fd, count * ENTRY_BYTES, HEADER_BYTES + first * ENTRY_BYTES)
+            data = read_range(fd, count * ENTRY_BYTES, HEADER_BYTES + first * ENTRY_BYTES)
             entries, bad = parse_entries(data, writer, first, namespace)
             if bad or entries.shape[0] != count:
                 raise FormatError(f"{path.name}: entries are damaged")
             parts.append(entries)
             at = upto
     finally:
-        os.close(fd)
+        close_file(fd)
     out: Entries = np.concatenate(parts)
     return out

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.janitor.catalogue import Segment
 from lifeboat_cache.janitor.rows import Bools, padded
+from lifeboat_cache.targets.files import close_file, cut_file, open_file
 from lifeboat_cache.targets.holes import punch_hole
 from lifeboat_cache.targets.layout import segment_name
 
@@ -76,7 +77,7 @@ def punch(segment: Segment, holes: list[Hole]) -> int | None:
     """
     total = 0
     done = segment.rows.array["done"]
-    fd = os.open(segment.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_file(segment.path, os.O_WRONLY)
     try:
         for hole in holes:
             at = hole.start
@@ -88,7 +89,7 @@ def punch(segment: Segment, holes: list[Hole]) -> int | None:
             done[hole.rows] = True
             total += hole.end - hole.start
     finally:
-        os.close(fd)
+        close_file(fd)
     return total
 
 
@@ -98,8 +99,8 @@ def remove_segment(segment: Segment) -> None:
         # A process that still has it open would keep its space otherwise. Step by step:
         # others who use the filesystem wait for each of them.
         for size in range(segment.size - _CUT_BYTES, 0, -_CUT_BYTES):
-            os.truncate(segment.path, size)
-        os.truncate(segment.path, 0)
+            cut_file(segment.path, size)
+        cut_file(segment.path, 0)
         os.unlink(segment.path)
     # Readers take a segment that has gone for missing; the bitmap served until then.
     with contextlib.suppress(FileNotFoundError):
@@ -117,7 +118,7 @@ def trim(segment: Segment) -> int:
         return 0
     before = os.stat(segment.path).st_blocks * 512
     # To the same length, too: that frees what was preallocated behind the end.
-    os.truncate(segment.path, end)
+    cut_file(segment.path, end)
     freed = max(0, before - os.stat(segment.path).st_blocks * 512)
     segment.allocated = max(0, segment.allocated - freed)
     return freed

@@ -11,6 +11,8 @@ from typing import Literal
 
 from lifeboat_cache.errors import TargetError
 from lifeboat_cache.format.header import HEADER_BYTES
+from lifeboat_cache.targets.files import close_file
+from lifeboat_cache.targets.mounts import kind_of, mount_of
 
 __all__ = ["ALIGNMENT", "MAX_PIECES", "read_into", "supports_direct", "write_from"]
 
@@ -33,6 +35,9 @@ def supports_direct(directory: Path, wanted: Literal["auto", "on", "off"]) -> bo
     """
     if wanted == "off":
         return False
+    mount = mount_of(directory) if wanted == "auto" else None
+    if mount is not None and kind_of(mount.type) == "memory":
+        return False  # tmpfs takes it, and copies all the same
     path = directory / f".direct.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     reason = "this platform has no O_DIRECT"
     if O_DIRECT:
@@ -43,7 +48,7 @@ def supports_direct(directory: Path, wanted: Literal["auto", "on", "off"]) -> bo
                 with mmap.mmap(-1, ALIGNMENT) as page:
                     os.pwritev(fd, [page], 0)
             finally:
-                os.close(fd)
+                close_file(fd)
             return True
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):

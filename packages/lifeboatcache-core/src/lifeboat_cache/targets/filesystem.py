@@ -28,10 +28,20 @@ from lifeboat_cache.targets.base import (
     WriterInfo,
 )
 from lifeboat_cache.targets.direct import supports_direct
+from lifeboat_cache.targets.files import (
+    NotAFileError,
+    close_file,
+    cut_file,
+    is_gone,
+    open_file,
+    read_document,
+    read_range,
+)
 from lifeboat_cache.targets.layout import (
     DEAD_GENERATION,
     DIRECTORY_MODE,
     SUMMARY_WRITER,
+    FileName,
     check_root,
     lock_owner,
     parse_name,
@@ -157,12 +167,12 @@ class FilesystemTarget(Target):
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 os.pwrite(fd, payload, 0)
-                if os.pread(fd, len(payload), 0) != payload:
+                if read_range(fd, len(payload), 0) != payload:
                     raise TargetError(
                         errno.EIO, f"{self._root} does not return what was written: check the disk"
                     )
             finally:
-                os.close(fd)
+                close_file(fd)
                 os.unlink(path)
             _ = self.direct
         except TargetError:
@@ -297,12 +307,11 @@ class FilesystemTarget(Target):
     @staticmethod
     def digest_of(directory: Path) -> bytes | None:
         """The digest of a namespace whose document is missing, as its files' headers say."""
-        for entry in _entries(directory):
-            parsed = parse_name(entry.name)
-            if parsed is None or parsed.kind != "journal":
+        for entry, parsed in _files(directory):
+            if parsed.kind != "journal":
                 continue
-            with contextlib.suppress(OSError, FormatError), open(entry.path, "rb") as file:
-                header = FileHeader.unpack(file.read(HEADER_BYTES), MAGIC_JOURNAL, entry.name)
+            with contextlib.suppress(OSError, FormatError):
+                header = _read_header(entry.path)
                 if header.namespace.hex()[:32] == directory.name:
                     return header.namespace
         return None
@@ -328,7 +337,7 @@ class FilesystemTarget(Target):
     def _describe(self, directory: Path) -> NamespaceInfo:
         problems: list[str] = []
         try:
-            namespace = Namespace.from_json((directory / "namespace.json").read_bytes())
+            namespace = Namespace.from_json(read_document(directory / "namespace.json"))
             if namespace.directory != directory.name:
                 raise FormatError(f"it names {namespace.hex}, whose directory is another one")
             digest, identity = namespace.hex, dict(namespace.identity)
@@ -337,9 +346,8 @@ class FilesystemTarget(Target):
             problems.append(f"namespace.json: {exc}")
             digest, identity, display = directory.name, {}, {}
         writers: dict[str, list[os.DirEntry[str]]] = {}
-        for entry in _entries(directory):
-            parsed = parse_name(entry.name)
-            if parsed is not None and parsed.writer != SUMMARY_WRITER.hex():
+        for entry, parsed in _files(directory):
+            if parsed.writer != SUMMARY_WRITER.hex():
                 writers.setdefault(parsed.writer, []).append(entry)
         described = []
         for writer, files in sorted(writers.items()):
@@ -361,10 +369,8 @@ class FilesystemTarget(Target):
             return report
         directory = self._root / digest[:32]
         writers: dict[str, list[os.DirEntry[str]]] = {}
-        for entry in _entries(directory):
-            parsed = parse_name(entry.name)
-            if parsed is not None:
-                writers.setdefault(parsed.writer, []).append(entry)
+        for entry, parsed in _files(directory):
+            writers.setdefault(parsed.writer, []).append(entry)
         newest = time.time() - older_than_s if older_than_s is not None else None
         summary = writers.pop(SUMMARY_WRITER.hex(), [])
         for writer, files in sorted(writers.items()):
@@ -432,8 +438,10 @@ def _document(directory: Path, namespace: Namespace) -> None:
     """Make sure that a directory's ``namespace.json`` names ``namespace``."""
     document = directory / "namespace.json"
     try:
-        known = Namespace.from_json(document.read_bytes())
-    except (OSError, FormatError):
+        known = Namespace.from_json(read_document(document))
+    except NotAFileError as exc:
+        raise TargetError(exc.errno, f"{document} is not a file: move it away") from exc
+    except (FileNotFoundError, FormatError):
         write_atomically(document, namespace.to_json().encode() + b"\n")
         return
     if known != namespace:
@@ -441,6 +449,15 @@ def _document(directory: Path, namespace: Namespace) -> None:
             errno.EEXIST,
             f"{directory} belongs to another namespace ({known.hex}): move it away",
         )
+
+
+def _files(directory: Path) -> Iterator[tuple[os.DirEntry[str], FileName]]:
+    """Our files in a namespace's directory; what else has such a name is left alone."""
+    for entry in _entries(directory):
+        parsed = parse_name(entry.name)
+        with contextlib.suppress(OSError):
+            if parsed is not None and entry.is_file(follow_symlinks=False):
+                yield entry, parsed
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
@@ -465,13 +482,22 @@ def _mtime(entry: os.DirEntry[str]) -> float:
         return 0.0
 
 
+def _read_header(path: str | Path) -> FileHeader:
+    """A journal's header. Raises ``OSError`` or :class:`FormatError`."""
+    fd = open_file(path)
+    try:
+        data = read_range(fd, HEADER_BYTES, 0)
+    finally:
+        close_file(fd)
+    return FileHeader.unpack(data, MAGIC_JOURNAL, os.path.basename(path))
+
+
 def _newer(path: Path) -> bool:
     """Whether a file of ours was written in a newer format."""
     if path.suffix == ".lock":
         return False
     try:
-        with path.open("rb") as file:
-            FileHeader.unpack(file.read(HEADER_BYTES), MAGIC_JOURNAL, path.name)
+        _read_header(path)
     except NewerFormatError:
         return True
     except (OSError, FormatError):
@@ -483,14 +509,14 @@ def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         # A process that still has the file open would keep its space otherwise.
         if path.suffix == ".segment":
-            os.truncate(path, 0)
+            cut_file(path, 0)
         os.unlink(path)
 
 
 def _remove_namespace(directory: Path) -> None:
     document = directory / "namespace.json"
     try:
-        text = document.read_bytes()
+        text = read_document(document)
         os.unlink(document)
     except OSError:
         text = b""
@@ -506,8 +532,8 @@ def _remove_namespace(directory: Path) -> None:
         os.rmdir(directory)
     except OSError:
         # A writer has started here in the meantime.
-        if text and directory.exists() and not document.exists():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if text and not is_gone(directory) and is_gone(document):
                 write_atomically(document, text)
 
 
@@ -524,8 +550,7 @@ def _describe_writer(
             segments += 1
         elif entry.name.endswith(".journal"):
             try:
-                with open(entry.path, "rb") as file:
-                    header = FileHeader.unpack(file.read(HEADER_BYTES), MAGIC_JOURNAL, entry.name)
+                header = _read_header(entry.path)
                 created = float(header.created)
                 blocks = max(0, os.stat(entry.path).st_size - HEADER_BYTES) // ENTRY_BYTES
             except (OSError, FormatError) as exc:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -19,6 +18,13 @@ from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, MAGIC_JOURN
 from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, parse_entries
 from lifeboat_cache.targets.base import JournalPage, Place
 from lifeboat_cache.targets.directory_listing import DirectoryListing
+from lifeboat_cache.targets.files import (
+    GONE,
+    NotAFileError,
+    close_file,
+    open_file,
+    read_range,
+)
 from lifeboat_cache.targets.holes import data_start
 from lifeboat_cache.targets.layout import DEAD_GENERATION, segment_name, writer_alive
 from lifeboat_cache.targets.segment_extents import SegmentExtents, stamp_of
@@ -32,8 +38,6 @@ _KERNEL_PAGE_ENTRIES = 8192
 
 #: An access log is read in pieces of so many bytes.
 _LOG_PAGE_BYTES = 4096 * ACCESS_BYTES
-
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _NO_ENTRIES: Entries = np.zeros(0, dtype=ENTRY)
 
@@ -145,6 +149,9 @@ class JournalReader:
                     yield JournalPage(journal.writer, _NO_ENTRIES, 1)
             except FileNotFoundError:
                 continue  # the next listing says so too
+            except NotAFileError:
+                journal.opened = True  # somebody else's, with nothing of ours in it
+                continue
             except OSError:
                 journal.stamp = None
                 journal.opened = False
@@ -198,7 +205,7 @@ class JournalReader:
             journal.probe_s = min(2 * journal.probe_s, _LAST_PROBE_S)
         journal.idle += 1
         if not (dead or journal.pending or journal.idle >= _OPEN_ANYWAY):
-            if stamp_of(os.stat(path)) == journal.stamp:
+            if stamp_of(os.stat(path, follow_symlinks=False)) == journal.stamp:
                 return
             journal.probe_at = now + _FIRST_PROBE_S
             journal.probe_s = _FIRST_PROBE_S
@@ -213,12 +220,14 @@ class JournalReader:
         self, path: Path, journal: _Journal, dead: bool
     ) -> Generator[JournalPage, None, bool]:
         """Read on; the generator returns whether the journal was read to its very end."""
-        fd = os.open(path, _OPEN)
+        fd = open_file(path)
         try:
             journal.opened = True
             journal.stamp = stamp_of(os.fstat(fd))
             if not journal.valid:
-                header = FileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), MAGIC_JOURNAL, path.name)
+                header = FileHeader.unpack(
+                    read_range(fd, HEADER_BYTES, 0), MAGIC_JOURNAL, path.name
+                )
                 if header.namespace != self._namespace or header.writer != journal.writer:
                     raise FormatError(f"{path.name}: the header names another writer; skipped")
                 journal.valid = True
@@ -227,7 +236,7 @@ class JournalReader:
             while True:
                 page = _KERNEL_PAGE_ENTRIES if kernels.ready() else _PAGE_ENTRIES
                 at = HEADER_BYTES + journal.index * ENTRY_BYTES
-                data = os.pread(fd, page * ENTRY_BYTES, at)
+                data = read_range(fd, page * ENTRY_BYTES, at)
                 whole = len(data) // ENTRY_BYTES
                 if not data:
                     return dead
@@ -258,7 +267,7 @@ class JournalReader:
                 if last_page and (not whole or journal.pending or journal.torn):
                     return dead
         finally:
-            os.close(fd)
+            close_file(fd)
 
     def _entry_good(self, data: bytes, number: int, journal: _Journal) -> bool:
         one = data[number * ENTRY_BYTES : (number + 1) * ENTRY_BYTES]
@@ -311,7 +320,7 @@ class JournalReader:
             path = self._directory / segment_name(writer.hex(), segment)
             return os.stat(path).st_size < HEADER_BYTES
         except OSError as error:
-            return error.errno in (errno.ENOENT, errno.ESTALE)
+            return error.errno in GONE
 
     # Access logs --------------------------------------------------------------
 
@@ -324,18 +333,18 @@ class JournalReader:
                 yield from self._read_log(name)
 
     def _read_log(self, name: str) -> Iterator[Entries]:
-        fd = os.open(self._directory / name, _OPEN)
+        fd = open_file(self._directory / name)
         try:
-            header = FileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), MAGIC_ACCESS, name)
+            header = FileHeader.unpack(read_range(fd, HEADER_BYTES, 0), MAGIC_ACCESS, name)
             if header.namespace != self._namespace:
                 return
             # Where a janitor has read it, a living process's log is one large hole.
             at = data_start(fd, HEADER_BYTES)
             at = max(HEADER_BYTES, at - (at - HEADER_BYTES) % ACCESS_BYTES)
-            while data := os.pread(fd, _LOG_PAGE_BYTES, at):
+            while data := read_range(fd, _LOG_PAGE_BYTES, at):
                 yield parse_accesses(data)
                 at += len(data)
                 if len(data) < _LOG_PAGE_BYTES:
                     return
         finally:
-            os.close(fd)
+            close_file(fd)

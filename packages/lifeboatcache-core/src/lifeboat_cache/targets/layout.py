@@ -31,6 +31,13 @@ from typing import Any
 
 from lifeboat_cache.errors import ForeignDataError, NewerFormatError, TargetError
 from lifeboat_cache.format.header import FORMAT_VERSION
+from lifeboat_cache.targets.files import (
+    NotAFileError,
+    close_file,
+    is_gone,
+    open_file,
+    read_document,
+)
 from lifeboat_cache.version import __version__
 
 __all__ = [
@@ -168,9 +175,14 @@ def check_root(root: Path, *, create: bool) -> bool:
     """
     marker = root / ROOT_MARKER
     try:
-        text = marker.read_bytes()
+        text = read_document(marker)
     except FileNotFoundError:
         text = None
+    except NotAFileError as exc:
+        raise ForeignDataError(
+            f"{marker} is not a file: choose an empty directory, or remove what has its name "
+            "if the directory holds nothing but KV of LifeboatCache"
+        ) from exc
     except OSError as exc:
         raise TargetError(
             exc.errno,
@@ -191,11 +203,11 @@ def check_root(root: Path, *, create: bool) -> bool:
             )
         return True
     try:
-        names = os.listdir(root) if root.exists() else None
+        names = None if is_gone(root) else os.listdir(root)
         # What a filesystem or a concurrent first start puts there does not count.
         ours = ("lost+found", USAGE_FILE)
         strangers = [n for n in names or () if n not in ours and not n.startswith(".")]
-        if strangers and not marker.exists():
+        if strangers and is_gone(marker):
             raise ForeignDataError(
                 f"{root} holds other files ({strangers[0]!r}, …): choose an empty directory"
             )
@@ -257,7 +269,7 @@ class WriterLock:
         if self._fd >= 0:
             with _own_guard:
                 _own.pop(self._hex, None)
-            os.close(self._fd)
+            close_file(self._fd)
             self._fd = -1
 
 
@@ -271,7 +283,7 @@ def writer_alive(directory: Path, writer: str) -> bool:
         if writer in _own:
             return True
     try:
-        fd = os.open(directory / f"{writer}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_file(directory / f"{writer}.lock")
     except FileNotFoundError:
         return False
     except OSError:
@@ -281,7 +293,7 @@ def writer_alive(directory: Path, writer: str) -> bool:
     except OSError:
         return True
     finally:
-        os.close(fd)
+        close_file(fd)
     return False
 
 
@@ -291,7 +303,7 @@ def lock_owner(directory: Path, writer: str) -> str:
         if writer in _own:
             return _own[writer]
     try:
-        return _owner_text(json.loads((directory / f"{writer}.lock").read_bytes()))
+        return _owner_text(json.loads(read_document(directory / f"{writer}.lock")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lifeboat_cache.targets.files import read_document
 from lifeboat_cache.targets.layout import USAGE_FILE, parse_name, write_atomically
 
 __all__ = ["PublishedUsage", "publish_usage", "read_usage", "used_now"]
@@ -80,7 +81,7 @@ def read_usage(root: Path, now: float) -> PublishedUsage | None:
         Seconds since 1970.
     """
     try:
-        document = json.loads((root / USAGE_FILE).read_bytes())
+        document = json.loads(read_document(root / USAGE_FILE))
         if document["format"] != 1:
             return None
         usage = PublishedUsage(

@@ -11,22 +11,24 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.errors import FormatError
-from lifeboat_cache.format.bitmap import dead_slots
+from lifeboat_cache.format.bitmap import MOST_BYTES, dead_slots
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_DEAD, FileHeader
 from lifeboat_cache.format.journal import KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.targets.direct import ALIGNMENT
+from lifeboat_cache.targets.files import GONE, close_file, open_file, read_range
 from lifeboat_cache.targets.layout import segment_name
 
 __all__ = ["SegmentExtents", "stamp_of"]
 
 _Bools = npt.NDArray[np.bool_]
 
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-
 _NO_SLOTS: _Bools = np.zeros(0, dtype=np.bool_)
 
 #: Segments whose extents are kept while a journal is read.
 _KNOWN = 256
+
+#: Size of a segment that cannot be looked at: reading shows what there is.
+_UNKNOWN_BYTES = 1 << 62
 
 #: A file that was changed less than so many nanoseconds ago may be changed again without
 #: another time of change.
@@ -137,8 +139,9 @@ class SegmentExtents:
             writer = self._writer.hex()
             try:
                 size = os.stat(f"{self._directory}/{segment_name(writer, segment)}").st_size
-            except OSError:
-                size = 0
+            except OSError as error:
+                # Of what cannot be looked at it is not known that it has gone.
+                size = 0 if error.errno in GONE else _UNKNOWN_BYTES
             dead = None
             if size and (writer, segment) in self._bitmaps:
                 # Only if all records of the segment are held against the same bitmap may
@@ -159,17 +162,18 @@ class SegmentExtents:
         """
         name = segment_name(writer.hex(), segment, "dead")
         try:
-            fd = os.open(f"{self._directory}/{name}", _OPEN)
+            fd = open_file(f"{self._directory}/{name}")
         except OSError:
             return None
         try:
             stat = os.fstat(fd)
-            data = os.pread(fd, max(stat.st_size, HEADER_BYTES), 0)
+            size = min(max(stat.st_size, HEADER_BYTES), HEADER_BYTES + MOST_BYTES)
+            data = read_range(fd, size, 0)
             header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_DEAD, name)
         except (OSError, FormatError):
             return None
         finally:
-            os.close(fd)
+            close_file(fd)
         if (header.namespace, header.writer, header.segment) != (self._namespace, writer, segment):
             return None
         place = (writer.hex(), segment)

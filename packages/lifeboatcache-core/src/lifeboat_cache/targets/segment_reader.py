@@ -21,6 +21,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.targets.base import JournalPage, Place, TargetReader
 from lifeboat_cache.targets.direct import ALIGNMENT, MAX_PIECES, O_DIRECT, read_into
+from lifeboat_cache.targets.files import GONE, close_files, open_file, read_range
 from lifeboat_cache.targets.journal_reader import JournalReader
 from lifeboat_cache.targets.layout import segment_name
 
@@ -32,11 +33,6 @@ _OPEN_SEGMENTS = 256
 #: One ``preadv`` carries about this much.
 _READ_BYTES = 16 << 20
 
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-
-#: What a vanished file looks like. ESTALE: deleted by another NFS client.
-_GONE = frozenset({errno.ENOENT, errno.ESTALE})
-
 
 class _OpenSegment:
     """An open segment; closed when the last user lets go of the object."""
@@ -45,8 +41,8 @@ class _OpenSegment:
 
     def __init__(self, path: Path, header: FileHeader, direct: bool) -> None:
         self.fd = self.direct_fd = -1
-        self.fd = os.open(path, _OPEN)
-        data = os.pread(self.fd, HEADER_BYTES, 0)
+        self.fd = open_file(path)
+        data = read_range(self.fd, HEADER_BYTES, 0)
         if len(data) < HEADER_BYTES:  # cut, or being purged: what was there has gone
             raise FileNotFoundError(errno.ENOENT, "the segment is cut off", path.name)
         found = FileHeader.unpack(data, MAGIC_SEGMENT, path.name)
@@ -58,12 +54,10 @@ class _OpenSegment:
             raise FormatError(f"{path.name}: the header names another segment; it is skipped")
         if direct:
             with contextlib.suppress(OSError):
-                self.direct_fd = os.open(path, _OPEN | O_DIRECT)
+                self.direct_fd = open_file(path, os.O_RDONLY | O_DIRECT)
 
     def __del__(self) -> None:
-        for fd in (self.fd, self.direct_fd):
-            if fd >= 0:
-                os.close(fd)
+        close_files([self.fd, self.direct_fd])
 
 
 class SegmentReader(TargetReader):
@@ -159,7 +153,7 @@ class SegmentReader(TargetReader):
         except FormatError:
             outcome, moved = Outcome.CORRUPT, 0
         except OSError as exc:
-            outcome = Outcome.MISSING if exc.errno in _GONE else Outcome.FAILED
+            outcome = Outcome.MISSING if exc.errno in GONE else Outcome.FAILED
             moved = 0
         else:
             outcome = Outcome.MISSING  # for what lies beyond the end of a cut file

@@ -28,6 +28,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.targets.base import OpenFile, Reservation, TargetWriter
 from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, write_from
+from lifeboat_cache.targets.files import GONE, close_file, close_files, open_file
 from lifeboat_cache.targets.holes import take_space
 from lifeboat_cache.targets.layout import (
     FILE_MODE,
@@ -66,7 +67,7 @@ def _create(path: Path, header: bytes) -> int:
     try:
         write_from(fd, [memoryview(header)], 0)
     except BaseException:
-        os.close(fd)
+        close_file(fd)
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
@@ -100,14 +101,11 @@ class _Segment:
         self.direct_fd = -1
         self.fd = _create(path, header)
         if direct:
-            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | O_DIRECT
             with contextlib.suppress(OSError):
-                self.direct_fd = os.open(path, flags)
+                self.direct_fd = open_file(path, os.O_WRONLY | O_DIRECT)
 
     def __del__(self) -> None:
-        for fd in (getattr(self, "fd", -1), getattr(self, "direct_fd", -1)):
-            if fd >= 0:
-                os.close(fd)
+        close_files([getattr(self, "fd", -1), getattr(self, "direct_fd", -1)])
 
 
 class SegmentWriter(TargetWriter):
@@ -147,16 +145,19 @@ class SegmentWriter(TargetWriter):
         self._entries = 0
         self._expected = 0  # entries, those of payloads under way included
         self._journal_space = HEADER_BYTES  # allocated
+        self._journal_path = directory / f"{self._hex}.journal"
         self._journal_fd = -1
+        self._journal_file: tuple[int, int] | None = None  # which one the name leads to
         self._accesses = 0
         self._access_fd = -1
         self._closed = False
         self._alive = WriterLock(directory, self.writer)
         try:
-            self._journal_fd = _create(
-                directory / f"{self._hex}.journal", self._header(MAGIC_JOURNAL)
-            )
+            self._journal_fd = _create(self._journal_path, self._header(MAGIC_JOURNAL))
+            made = os.fstat(self._journal_fd)
+            self._journal_file = made.st_dev, made.st_ino
         except BaseException:
+            close_files([self._journal_fd])
             self._alive.release()
             with contextlib.suppress(OSError):
                 os.unlink(directory / f"{self._hex}.lock")
@@ -244,6 +245,7 @@ class SegmentWriter(TargetWriter):
                     or time.monotonic() - segment.created > SEGMENT_AGE_S
                 )
             ):
+                self._require_kept()  # it would be made where it does not belong
                 number = self._next_segment
                 # Even if it fails: a number is never used twice.
                 self._next_segment = number + 1
@@ -286,11 +288,23 @@ class SegmentWriter(TargetWriter):
                     os.ftruncate(segment.fd, segment.offset)
 
     def _notice_loss(self) -> bool:
-        """Find out whether somebody has deleted the journal."""
-        with self._journal_lock:
-            if self._journal_fd >= 0 and not os.fstat(self._journal_fd).st_nlink:
-                self.lost = True
+        """Find out whether the journal is not what its name leads to any more.
+
+        Somebody has deleted it, or the whole directory, or mounted or moved another one
+        into its place: nobody would find what is stored.
+        """
+        if not self.lost and self._journal_file is not None:
+            try:
+                found = os.lstat(self._journal_path)
+                self.lost = (found.st_dev, found.st_ino) != self._journal_file
+            except OSError as exc:
+                self.lost = exc.errno in GONE
         return self.lost
+
+    def _require_kept(self) -> None:
+        """Raise ``OSError`` if what is stored now would not be found."""
+        if self._notice_loss():
+            raise OSError(errno.ESTALE, "the journal was deleted, or its directory replaced")
 
     def _check_kept(self, segment: OpenFile) -> None:
         """Raise ``OSError`` if somebody has deleted the segment: nothing would be kept."""
@@ -332,8 +346,7 @@ class SegmentWriter(TargetWriter):
                 self._entries = max(self._entries, (end - HEADER_BYTES) // ENTRY_BYTES)
                 raise
             self._entries += len(entries)
-        if self._notice_loss():
-            raise OSError(errno.ESTALE, "the journal was deleted")
+        self._require_kept()
 
     def bury(self, entries: Entries) -> None:
         with contextlib.suppress(OSError):
@@ -344,6 +357,7 @@ class SegmentWriter(TargetWriter):
             if self._closed:
                 return
             if self._access_fd < 0:
+                self._require_kept()
                 self._access_fd = _create(
                     self._directory / f"{self._hex}.access", self._header(MAGIC_ACCESS)
                 )
@@ -359,11 +373,10 @@ class SegmentWriter(TargetWriter):
             self._closed = True
             self._segment = None
             used = self._access_fd >= 0
-            with contextlib.suppress(OSError):  # what was allocated ahead
-                os.ftruncate(self._journal_fd, os.fstat(self._journal_fd).st_size)
-            for fd in (self._journal_fd, self._access_fd):
-                if fd >= 0:
-                    os.close(fd)
+            with contextlib.suppress(OSError):
+                # What was allocated ahead, and an entry of which only a part was written.
+                os.ftruncate(self._journal_fd, HEADER_BYTES + self._entries * ENTRY_BYTES)
+            close_files([self._journal_fd, self._access_fd])
             self._journal_fd = self._access_fd = -1
             stored = self._entries > 0 or self._next_segment > 0
             self._alive.release()
