@@ -128,3 +128,10 @@ def supports_open(directory: Path) -> bool:
 def test_looking_for_direct_io_leaves_nothing(tmp_path: Path) -> None:
     supports_direct(tmp_path, "auto")
     assert os.listdir(tmp_path) == []
+
+
+def test_memory_is_not_bypassed(small_disk: Path) -> None:
+    # tmpfs, which takes O_DIRECT.
+    assert not supports_direct(small_disk, "auto")
+    assert not supports_direct(small_disk, "off")
+    assert supports_direct(small_disk, "on")
