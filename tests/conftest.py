@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from vllm_server import StartServer, VllmServer
 
+from lifeboat_cache import kernels
+
 
 @pytest.fixture(scope="session")
 def model() -> Path:
@@ -17,6 +19,24 @@ def model() -> Path:
     if directory is None:
         pytest.skip("needs a real engine: run `python3 tools/dev.py test`")
     return Path(directory)
+
+
+@pytest.fixture(scope="session")
+def kernel_home(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home directory with compiled kernels, kept from one run of pytest to the next."""
+    cache = getattr(pytestconfig, "cache", None)  # missing with `-p no:cacheprovider`
+    home = tmp_path_factory.mktemp("home") if cache is None else cache.mkdir("lifeboat-kernels")
+    assert kernels.compile_all(home), kernels.reason()
+    return Path(home)
+
+
+@pytest.fixture
+def home(tmp_path: Path, kernel_home: Path) -> Path:
+    """A home directory for servers, with the kernels that an agent would have compiled."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (home / "kernels").symlink_to(kernel_home / "kernels")
+    return home
 
 
 @pytest.fixture

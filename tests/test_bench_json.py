@@ -131,13 +131,26 @@ def test_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert {"recovery", "memory of a block"} <= {row["metric"] for row in found}
 
 
+@pytest.mark.parametrize(
+    "which",
+    [
+        # Each case starts a process a round.
+        pytest.param(slice(None, None, 3), id="punch and rewrite"),
+        pytest.param(slice(None), id="all", marks=pytest.mark.full),
+    ],
+)
 def test_janitor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    which: slice,
 ) -> None:
     module = bench("janitor", monkeypatch)
+    cases = module.CASES[which]
+    monkeypatch.setattr(module, "CASES", cases)
     options = ("--size", str(32 << 20), "--blocks", "100", "--rounds", "7", "--root", tmp_path)
     found = rows(module, "janitor", capsys, *options)
-    assert sum(row["metric"] in ("given back", "copied") for row in found) == 4
+    assert sum(row["metric"] in ("given back", "copied") for row in found) == len(cases)
     assert {row["limit_name"] for row in found} == {None, "writing them", "no janitor"}
     assert not list(tmp_path.iterdir())
 

@@ -10,8 +10,15 @@ from devkit import bench
 
 
 def test_each_call_is_measured_beside_the_peer(
-    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: Path,
+    kernel_home: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    home = tmp_path / "bench" / "home"
+    home.mkdir(parents=True)
+    (home / "kernels").symlink_to(kernel_home / "kernels")
     here = SimpleNamespace(make=lambda: Path(sys.executable))
     monkeypatch.setattr(bench, "recipes", SimpleNamespace(vllm=lambda: here))
     monkeypatch.setattr(bench, "make_model", lambda: model)

@@ -14,9 +14,15 @@ def test_names_are_those_of_the_files() -> None:
 
 
 def test_a_small_run_measures_ours_beside_the_peer_and_the_limits(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    kernel_home: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("vllm")
+    home = tmp_path / "bench" / "home"
+    home.mkdir(parents=True)
+    (home / "kernels").symlink_to(kernel_home / "kernels")
     # Nothing is set up here, and a benchmark that somebody runs is not waited for.
     here = SimpleNamespace(make=lambda: Path(sys.executable))
     monkeypatch.setattr(bench, "recipes", SimpleNamespace(vllm=lambda: here))

@@ -33,15 +33,6 @@ TEST_KERNELS = "LIFEBOAT_TEST_KERNELS"
 _LOAD = kernels.load
 
 
-@pytest.fixture(scope="session")
-def kernel_home(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home directory with compiled kernels, kept from one run of pytest to the next."""
-    cache = getattr(pytestconfig, "cache", None)  # missing with `-p no:cacheprovider`
-    home = tmp_path_factory.mktemp("home") if cache is None else cache.mkdir("lifeboat-kernels")
-    assert kernels.compile_all(home), kernels.reason()
-    return home
-
-
 @pytest.fixture(autouse=True)
 def _kernels(
     request: pytest.FixtureRequest,
