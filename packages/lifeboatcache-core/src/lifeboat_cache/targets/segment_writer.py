@@ -63,7 +63,13 @@ def _padded(length: int) -> int:
 
 def _create(path: Path, header: bytes) -> int:
     """Create a file with a header and return it open for writing; all or nothing."""
-    fd = os.open(path, _NEW, FILE_MODE)
+    try:
+        fd = os.open(path, _NEW, FILE_MODE)
+    except OSError as exc:
+        if exc.errno != errno.EEXIST:  # a network filesystem may have made it all the same
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise
     try:
         write_from(fd, [memoryview(header)], 0)
     except BaseException:
