@@ -144,6 +144,17 @@ def found(reader: JournalReader, skip: bytes | None = None) -> list[tuple[bytes,
     return out
 
 
+@pytest.mark.parametrize("size", [0, 100, HEADER_BYTES, HEADER_BYTES + SLOT_BYTES])
+def test_what_is_dead_in_a_segment_that_is_being_removed_is_no_fault(
+    files: Files, reader: JournalReader, size: int
+) -> None:
+    files.append(writer(1), [0, 1, 2])
+    files.append(writer(1), [0], segment=1)
+    files.mark_dead(writer(1), 0, [0, 1, 2])
+    os.truncate(files.path(writer(1), "segment", 0), size)
+    assert found(reader) == [(writer(1), 1, 0)]
+
+
 def test_journals_of_dead_writers_are_read_once(
     files: Files, reader: JournalReader, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,8 +399,10 @@ def expected_placed(
                 and offset % 4096 == 0
                 and (offset + length <= sizes[segment] or not length)
             )
+            if int(entry["slot"]) in dead.get(segment, ()):
+                continue
             misplaced += not inside
-            if inside and int(entry["slot"]) not in dead.get(segment, ()):
+            if inside:
                 kept.append(int(entry["parent"]))
     return kept, misplaced
 

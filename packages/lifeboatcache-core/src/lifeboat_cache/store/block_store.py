@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -31,6 +32,7 @@ from lifeboat_cache.store.household import Alone, Companion
 from lifeboat_cache.store.io_task import IoTask
 from lifeboat_cache.store.load_plan import LoadPlan, Places, same_shape
 from lifeboat_cache.store.records import (
+    MOST_BYTES,
     Record,
     access_entries,
     servable,
@@ -153,6 +155,7 @@ class BlockStore:
         self._recovered = threading.Event()
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="lifeboat-store", daemon=True)
+        _stores.add(self)
         self._keeper.start()
 
     # State ------------------------------------------------------------------
@@ -466,6 +469,16 @@ class BlockStore:
         self._executor.join(_END_S)
         self._let_go()
 
+    def _after_fork(self) -> None:
+        """In a forked child: the threads stayed with the parent, and with them the locks."""
+        self._state = State.CLOSED
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._index = Index()
+        self._counters = Counters()
+        self._waiting, self._jobs, self._touched = [], set(), []
+        self._finished, self._pins = deque(), Counter()
+
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StoreClosedError(
@@ -487,11 +500,15 @@ class BlockStore:
         self._counters.job(job.kind, job.outcomes.tolist(), job.bytes_moved, job.seconds)
         if job.kind == "store":
             self._say_full(job)
+        interrupted: BaseException | None = None
         if not job.polled:
             try:
                 job.publish()
-            except Exception:  # the caller's callback must not leave the job under way
+            except BaseException as exc:  # the callback must not leave the job under way
                 _log.exception("LifeboatCache: a completion callback failed")
+                # Whoever presses Ctrl-C while a job is refused means it.
+                if threading.current_thread() is threading.main_thread():
+                    interrupted = exc if isinstance(exc, KeyboardInterrupt) else None
         with self._idle:
             self._pending -= reserved
             self._jobs.discard(job)
@@ -499,6 +516,8 @@ class BlockStore:
                 self._finished.append(job)
                 job.publish()
             self._idle.notify_all()
+        if interrupted is not None:
+            raise interrupted
 
     def _start(self, job: Job, size: int) -> None:
         """Cut a job into tasks and run them."""
@@ -554,6 +573,14 @@ class BlockStore:
                 where,
             )
 
+    def _say_large(self, size: int) -> None:
+        if self._news("large"):
+            _log.warning(
+                "LifeboatCache: blocks of %d bytes are not kept, a record has less than 4 GiB: "
+                "configure smaller blocks in the engine",
+                size,
+            )
+
     # Storing ----------------------------------------------------------------
 
     def _plan_store(self, job: Job) -> Iterator[list[IoTask]]:
@@ -564,9 +591,13 @@ class BlockStore:
         sizes = batch.buffers.sizes()
         same = found.found & same_shape(found, sizes, batch.layout)
         job.outcomes[same] = Outcome.PRESENT
+        large = sizes > MOST_BYTES
+        if large.any():
+            job.outcomes[large] = Outcome.FAILED
+            self._say_large(int(sizes.max()))
         # Nobody who uses this layout could ever load what is there: replace it.
         doomed: list[Record] = []
-        for number in np.flatnonzero(found.found & ~same).tolist():
+        for number in np.flatnonzero(found.found & ~same & ~large).tolist():
             key = batch.keys[number]
             with self._lock:
                 if self._pins.get(key, 0):
@@ -856,3 +887,15 @@ class BlockStore:
         if writer is None:
             return
         writer.log_access(access_entries(touched, self._index.writer_id))
+
+
+#: Stores of this process.
+_stores: weakref.WeakSet[BlockStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

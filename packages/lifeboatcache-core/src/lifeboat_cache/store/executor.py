@@ -67,7 +67,7 @@ class Executor:
                 return
         try:
             pool = NativePool(self._threads, self._finished)
-        except OSError as exc:  # no descriptors, no threads: Python goes on doing it
+        except Exception as exc:  # no descriptors, no threads: Python goes on doing it
             self._failed = True
             _log.warning("LifeboatCache: native I/O threads cannot be started (%s)", exc)
             return

@@ -78,6 +78,24 @@ class NativePool:
         self._ended = False
         self._released = threading.Event()
         self._pid = os.getpid()
+        self._completing = 0
+        # What the threads use must outlive them, whoever forgets the pool.
+        _alive.add(self)
+        try:
+            self._open_pipes()
+            self._prepare(max(1, threads))
+            # Those first that complete: they also take apart what could be started.
+            for lane, name in ((_STORE, "stores"), (_LOAD, "loads")):
+                threading.Thread(
+                    target=self._complete, args=(lane,), name=f"lifeboat-{name}", daemon=True
+                ).start()
+                self._completing += 1
+            self._start(io_thread.address)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _open_pipes(self) -> None:
         for _ in (_LOAD, _STORE):
             for outs, ins in ((self._from, self._into), (self._out, self._done)):
                 taking, giving = os.pipe2(os.O_CLOEXEC)
@@ -85,7 +103,9 @@ class NativePool:
                 ins.append(giving)
             # All threads look when a task comes, and one of them gets it.
             os.set_blocking(self._from[-1], False)
-        count = max(1, threads)
+
+    def _prepare(self, count: int) -> None:
+        """Lay out what each thread starts with."""
         storing = max(1, count // 2)
         for number in range(count):
             scratch = np.frombuffer(mmap.mmap(-1, _SCRATCH_BYTES), dtype=np.uint8)
@@ -98,13 +118,14 @@ class NativePool:
             context[layout.THREAD_FLAGS] = self._flags.ctypes.data
             self._scratch.append(scratch)
             self._contexts.append(context)
-        self._start(io_thread.address)
-        # What the threads use must outlive them, whoever forgets the pool.
-        _alive.add(self)
-        for lane, name in ((_LOAD, "loads"), (_STORE, "stores")):
-            threading.Thread(
-                target=self._complete, args=(lane,), name=f"lifeboat-{name}", daemon=True
-            ).start()
+
+    def _give_up(self) -> None:
+        """Let go of everything; no thread takes tasks."""
+        if self._completing:
+            lane = _LOAD if self._completing > 1 else _STORE
+            os.write(self._done[lane], _END)
+        else:
+            self._release()
 
     def _start(self, address: int) -> None:
         # Signals are the business of the engine's own threads.
@@ -139,11 +160,17 @@ class NativePool:
         Returns
         -------
         sequence of IoTask
-            Those that nobody will do, because the threads have been told to end.
+            Those that nobody will do, because the threads have been told to end, or
+            there is no memory to hand them over.
         """
         lane = _LOAD if tasks[0].kind == "load" else _STORE
         for first in range(0, len(tasks), _BATCH):
-            some = {task.address(): task for task in tasks[first : first + _BATCH]}
+            try:
+                some = {task.address(): task for task in tasks[first : first + _BATCH]}
+                addresses = np.array(list(some), dtype=np.int64).tobytes()
+            except Exception:  # such as no memory: what was not handed over is not lost
+                _log.exception("LifeboatCache: I/O could not be laid out")
+                return tasks[first:]
             with self._room:
                 self._room.wait_for(lambda: self._ended or len(self._tasks) < _MOST_TASKS)
                 if self._ended:
@@ -151,7 +178,7 @@ class NativePool:
                 self._tasks.update(some)
             # One call for all: each lets go of the interpreter and has to win it back.
             # What is not longer than PIPE_BUF is written as a whole.
-            os.write(self._into[lane], np.array(list(some), dtype=np.int64).tobytes())
+            os.write(self._into[lane], addresses)
         return []
 
     def cancel(self, wanted: bool) -> None:
@@ -189,7 +216,7 @@ class NativePool:
                 self._release()
                 return
             self._running -= ended
-            if not self._running:  # now the other lane's
+            if self._running <= 0:  # now the other lane's
                 os.write(self._done[_STORE], _END)
                 return
 

@@ -17,6 +17,7 @@ from lifeboat_cache.index_answers import Touched
 
 __all__ = [
     "CODEC_RAW",
+    "MOST_BYTES",
     "Record",
     "access_entries",
     "fits",
@@ -30,6 +31,9 @@ __all__ = [
 
 #: Codec id of stored bytes that equal the engine's bytes.
 CODEC_RAW = 0
+
+#: Bytes of the largest payload: its length has 32 bits.
+MOST_BYTES = (1 << 32) - 1
 
 #: A record: its writer's 16 bytes and its journal entry (one element of ``ENTRY``).
 Record = tuple[bytes, Any]

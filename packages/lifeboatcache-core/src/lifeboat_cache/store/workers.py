@@ -61,7 +61,7 @@ class WorkerPool:
                 task = lane.popleft()
             try:
                 task()
-            except Exception:  # a fault of ours must not take the thread away
+            except BaseException:  # nothing must take the thread away
                 _log.exception("LifeboatCache: an I/O task failed; please report this")
             del task  # it holds the caller's memory
 

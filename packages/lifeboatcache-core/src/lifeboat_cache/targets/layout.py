@@ -191,7 +191,7 @@ def check_root(root: Path, *, create: bool) -> bool:
     if text is not None:
         try:
             version = int(json.loads(text)["format"])
-        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        except (ValueError, OverflowError, KeyError, TypeError, RecursionError) as exc:
             raise ForeignDataError(
                 f"{marker} is damaged: delete that one file if the directory holds nothing "
                 "but KV of LifeboatCache, or choose another path"
@@ -304,7 +304,7 @@ def lock_owner(directory: Path, writer: str) -> str:
             return _own[writer]
     try:
         return _owner_text(json.loads(read_document(directory / f"{writer}.lock")))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):
         return ""
 
 

@@ -93,7 +93,15 @@ def read_usage(root: Path, now: float) -> PublishedUsage | None:
                 for directory, writers in document["known"].items()
             },
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
     # One from the future says that a clock was wrong, not that it is fresh.
     return usage if -1.0 <= now - usage.time <= _FRESH_S else None

@@ -92,7 +92,8 @@ class SegmentExtents:
         kept
             The others, and tombstones.
         misplaced
-            How many records lie outside their segment, or at an offset that none has.
+            How many records that are not dead lie outside their segment, or at an offset
+            that none has.
         """
         kinds = entries["kind"]
         records = kinds == KIND_RECORD
@@ -115,7 +116,7 @@ class SegmentExtents:
                 sizes[number] = extents[number][0]
             inside = _inside(some, sizes[which])
         there = sizes[which] > 0
-        misplaced = int((there & ~inside).sum())
+        misplaced = there & ~inside
         good = there & inside
         if any(dead.shape[0] for _, dead in extents):
             # All bitmaps one behind the other, each with a slot that is alive at its end.
@@ -124,13 +125,17 @@ class SegmentExtents:
             alive = np.zeros(1, dtype=np.bool_)
             marks = np.concatenate([part for _, dead in extents for part in (dead, alive)])
             slots = np.minimum(some["slot"].astype(np.int64), lengths[which])
-            good &= ~marks[starts[which] + slots]
+            live = ~marks[starts[which] + slots]
+            good &= live
+            # A janitor cuts a segment of which everything is dead before it removes it.
+            misplaced &= live
+        count = int(misplaced.sum())
         if whole:
-            return (entries, misplaced) if good.all() else (entries[good], misplaced)
+            return (entries, count) if good.all() else (entries[good], count)
         keep = kinds == KIND_TOMBSTONE
         keep[np.flatnonzero(records)[good]] = True
         kept = entries[keep]
-        return kept, misplaced
+        return kept, count
 
     def _extent(self, segment: int) -> tuple[int, _Bools]:
         """A segment's size in bytes (0 if it has gone) and its dead slots."""
