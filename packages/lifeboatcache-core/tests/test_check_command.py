@@ -94,6 +94,16 @@ def test_nothing_is_there(capsys: pytest.CaptureFixture[str], home: Path) -> Non
     assert not (home / "one").exists()
 
 
+def test_a_target_that_cannot_be_checked_is_not_called_sound(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    (home / "one").write_text("a file in the place of the directory")
+    assert main(["check"]) == 2
+    captured = capsys.readouterr()
+    assert "Nothing is wrong in what could be checked." in captured.out
+    assert f"error: one: {home}/one cannot be read (Not a directory): check" in captured.err
+
+
 def test_from_damage_to_repair(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     space = fill(home / "one")
     assert "3 blocks verified" in run(capsys)

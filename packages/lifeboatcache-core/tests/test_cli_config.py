@@ -188,6 +188,12 @@ def test_validate_reports_without_a_traceback(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_validate_says_who_named_a_file_that_is_not_there(tmp_path: Path) -> None:
+    file = str(tmp_path / "absent.yaml")
+    assert "but the command line names it" in run("config", "validate", file).stderr
+    assert "but --config names it" in run("--config", file, "config", "validate").stderr
+
+
 # --- the command -----------------------------------------------------------------------------
 
 

@@ -361,6 +361,8 @@ def test_the_integrity_key(tmp_path: Path, mode: int) -> None:
     _, check, *_ = check_config(loaded)
     assert check.status == "fail"
     assert "cannot be read" in check.summary
+    assert check.remedy not in check.summary
+    assert check.summary not in check.remedy
 
 
 def test_kernels(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -409,10 +410,18 @@ def test_wrong_usage_is_2(home: Path, run: Run, value: str) -> None:
     assert run("--watch", value)[0] == 2
 
 
-def test_what_cannot_be_read_is_2(home: Path, run: Run) -> None:
+def test_what_cannot_be_read_is_2(home: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     home.mkdir()
     (home / "run").write_text("")
     assert run()[0] == 2
+    shutil.rmtree(home)
+    home.write_text("")
+    assert main(["status"]) == 2
+    assert f"{home} cannot be read (Not a directory): " in capsys.readouterr().err
+    assert main(["agent"]) == 2
+    assert "LIFEBOAT_CACHE_HOME to a directory" in capsys.readouterr().err
+    home.unlink()
+    home.mkdir()
     (home / "lifeboat.yaml").write_text("nonsense: 1\n")
     assert run()[0] == 2
 

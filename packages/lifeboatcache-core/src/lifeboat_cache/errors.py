@@ -53,3 +53,7 @@ class StoreClosedError(LifeboatError, RuntimeError):
 
 class TargetError(LifeboatError, OSError):
     """A storage target that cannot be opened, probed or written."""
+
+    def __str__(self) -> str:
+        # Without the "[Errno 20]" that OSError puts before it: the message says it in words.
+        return self.strerror or super().__str__()

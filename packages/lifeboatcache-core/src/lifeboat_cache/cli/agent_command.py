@@ -13,6 +13,7 @@ from lifeboat_cache.agent.status import HUNG_AFTER_S, AgentState, AgentStatus, s
 from lifeboat_cache.agent.stopping import stop_agent
 from lifeboat_cache.cli.output import RefusedError
 from lifeboat_cache.config import load_config
+from lifeboat_cache.config.paths import ENV_HOME
 
 __all__ = ["agent"]
 
@@ -24,9 +25,15 @@ def agent(args: argparse.Namespace) -> int:
     """Run the agent of this node in the foreground, or end the one that runs."""
     loaded = load_config(args.config)
     places = AgentPlaces.of(loaded.home)
-    places.make()
     if args.stop:
         return _stop(places)
+    try:
+        places.make()
+    except OSError as error:
+        raise RefusedError(
+            f"{loaded.home} cannot be used ({error.strerror}): correct its owner and mode, or set "
+            f"{ENV_HOME} to a directory that this user can write"
+        ) from error
     config = args.config and Path(os.path.abspath(loaded.files[0]))
     return _serve(places, config)
 

@@ -179,6 +179,8 @@ def _verdict(report: CheckReport) -> str:
     faults = report.faults
     repaired = sum(fault.repaired for fault in faults)
     if not faults:
+        if any(target.problem for target in report.targets):
+            return "\nNothing is wrong in what could be checked."
         return "\nNothing is wrong."
     left = len(faults) - repaired
     many = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"

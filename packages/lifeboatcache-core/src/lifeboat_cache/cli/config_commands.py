@@ -118,7 +118,10 @@ def _values(section: Section, above: str = "") -> Iterator[tuple[str, str]]:
 
 def validate(args: argparse.Namespace) -> int:
     """Check the configuration, and say which file it is."""
-    loaded = load_config(args.file or args.config)
+    if args.file:
+        loaded = load_config(args.file, named_by="the command line")
+    else:
+        loaded = load_config(args.config)
     print(f"{loaded.source}: valid")
     _say_places(loaded.config)
     return 0

@@ -15,6 +15,7 @@ from typing import Any
 from lifeboat_cache.agent import AgentState, agent_status
 from lifeboat_cache.cli.output import RefusedError, clean, table
 from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.config.paths import ENV_HOME
 from lifeboat_cache.config.units import format_duration, format_size
 from lifeboat_cache.registry.health import agent_of
 from lifeboat_cache.registry.overview import AgentFacts, overview
@@ -41,7 +42,13 @@ def status(args: argparse.Namespace) -> int:
         raise RefusedError("--watch: take between 0.1 and 3600 seconds.")
     loaded = load_config(args.config)
     while True:
-        document = _document(loaded.home, loaded.config)
+        try:
+            document = _document(loaded.home, loaded.config)
+        except OSError as error:
+            raise RefusedError(
+                f"{loaded.home} cannot be read ({error.strerror}): run this as the engines' user, "
+                f"or set {ENV_HOME} to their home directory"
+            ) from error
         if args.watch is None:
             print(json.dumps(document, indent=2) if args.json else _text(document))
             return int(not document["healthy"])

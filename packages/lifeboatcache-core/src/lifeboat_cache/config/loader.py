@@ -92,7 +92,12 @@ def preset_values(name: str) -> dict[str, Any]:
     return merged.data
 
 
-def load_config(path: Path | None = None, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+def load_config(
+    path: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    named_by: str = "--config",
+) -> LoadedConfig:
     """Load the configuration.
 
     The file is the first of: ``path``; ``$LIFEBOAT_CACHE_CONFIG``; ``lifeboat.yaml``
@@ -104,6 +109,8 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
         A file that the caller was told to use, for example by ``--config``.
     environ
         The environment variables, by default those of this process.
+    named_by
+        Who named ``path``, for messages.
 
     Raises
     ------
@@ -116,7 +123,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
         places = Places.current(environ)
     except (ValueError, OSError) as error:  # a relative path, and the working directory is gone
         raise ConfigError(f"{ENV_HOME}: {error}. Set it to an absolute path.") from None
-    found = _find(path, places)
+    found = _find(path, named_by, places)
     if found is None:
         default = places.home / CONFIG_FILE_NAME
         return _validated({}, {}, f"built-in defaults (there is no {default})", (), places)
@@ -134,9 +141,9 @@ class _Merged:
     origins: dict[Location, str]
 
 
-def _find(path: Path | None, places: Places) -> tuple[Path, str] | None:
+def _find(path: Path | None, named_by: str, places: Places) -> tuple[Path, str] | None:
     named = places.environ.get(ENV_CONFIG)
-    for text, why in ((path, "--config"), (named, f"${ENV_CONFIG}")):
+    for text, why in ((path, named_by), (named, f"${ENV_CONFIG}")):
         if not text:
             continue
         try:

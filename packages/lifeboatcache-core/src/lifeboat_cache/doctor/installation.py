@@ -84,8 +84,10 @@ def _check_integrity_key(config: Config) -> Iterator[Check]:
     try:
         key = configured_integrity_key(config)
     except ConfigError as error:
-        summary, _, remedy = str(error).rpartition(": run: ")
-        yield Check(name, "fail", summary or str(error), remedy or "Correct it, or leave it out.")
+        summary, found, remedy = str(error).rpartition(": run: ")
+        if not found:  # the message ends in its remedy
+            summary, remedy = str(error), "Correct it, or leave security.integrity_key out."
+        yield Check(name, "fail", summary, remedy)
         return
     if key is not None:
         yield Check(name, "ok", f"{config.security.integrity_key} holds the key {key.id}")

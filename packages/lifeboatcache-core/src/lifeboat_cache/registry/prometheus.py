@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import socketserver
@@ -97,11 +98,18 @@ class Exporter:
         try:
             server = _Server((self._host, self._port), self._handler)
         except (OSError, OverflowError, UnicodeError) as exc:
-            reason = (
-                f"{self._host}:{self._port} cannot be listened on "
-                f"({getattr(exc, 'strerror', None) or exc}): choose another "
-                "telemetry.prometheus.port, or 0 to serve nothing"
-            )
+            place = f"{self._host}:{self._port}"
+            why = getattr(exc, "strerror", None) or exc
+            if isinstance(exc, OSError) and exc.errno in (errno.EADDRINUSE, errno.EACCES):
+                reason = (
+                    f"{place} cannot be listened on ({why}): choose another "
+                    "telemetry.prometheus.port, or 0 to serve nothing"
+                )
+            else:
+                reason = (
+                    f"{place} cannot be listened on ({why}): correct telemetry.prometheus.host, "
+                    "or set the port to 0 to serve nothing"
+                )
             if not self._reason:
                 _log.warning("LifeboatCache: metrics are not served for now: %s", reason)
             self._reason = reason
