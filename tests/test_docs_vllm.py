@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agents import agent_home
 from long_prompt import long_prompt
 from messages import engine_messages, found_in
 from vllm_server import StartServer
 
+from lifeboat_cache.agent import agent_status
 from lifeboat_cache.integrations.vllm_memory import size_cpu_tier
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_versions import TESTED
@@ -106,20 +108,25 @@ def test_the_explicit_configuration_names_the_tier_by_its_public_path() -> None:
 @pytest.mark.engine
 @pytest.mark.full
 def test_the_explicit_configuration_works_as_written(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel_home: Path,
 ) -> None:
     transfer = explicit()
     # This machine may have less memory than a server's.
     transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] = 500_000_000
-    options = {
-        "env": {"LIFEBOAT_CACHE_HOME": str(tmp_path / "home")},
-        "args": ["--kv-transfer-config", json.dumps(transfer), "--shutdown-timeout", "20"],
-    }
     prompt = long_prompt(14)
-    first = start_server(**options)
-    assert first.complete(prompt).cached_tokens == 0
-    first.stop(signal.SIGTERM)
-    second = start_server(**options)
-    assert second.complete(prompt).cached_tokens == 1024
-    assert second.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") == 1024
-    second.stop(signal.SIGTERM)
+    with agent_home(tmp_path, monkeypatch, kernel_home) as home:
+        options = {
+            "env": {"LIFEBOAT_CACHE_HOME": str(home)},
+            "args": ["--kv-transfer-config", json.dumps(transfer), "--shutdown-timeout", "20"],
+        }
+        first = start_server(**options)
+        assert first.complete(prompt).cached_tokens == 0
+        first.stop(signal.SIGTERM)
+        second = start_server(**options)
+        assert second.complete(prompt).cached_tokens == 1024
+        assert second.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") == 1024
+        assert agent_status(home).alive
+        second.stop(signal.SIGTERM)

@@ -34,10 +34,8 @@ def until(ask: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
 
 
 def test_tokens_served_are_what_vllm_says_and_survive_a_kill(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, home: Path
 ) -> None:
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     config = home / "lifeboat.yaml"

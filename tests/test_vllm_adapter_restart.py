@@ -26,12 +26,10 @@ def wait_until_stored(server: VllmServer, chunks: int) -> None:
 
 
 def test_a_changed_adapter_at_the_same_path_finds_nothing_and_the_same_one_everything(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, tmp_path: Path, home: Path
 ) -> None:
     model = tiny_llama.write(tmp_path / "model")
     adapter = write_adapter(tmp_path / "adapter")
-    home = tmp_path / "home"
-    home.mkdir()
     (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 0.5}\nagent: {autostart: false}\n")
 
     def start() -> VllmServer:

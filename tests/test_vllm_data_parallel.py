@@ -22,10 +22,8 @@ def ask(server: VllmServer, rank: int) -> Completion:
     return server.complete(PROMPT, max_tokens=16, headers={"X-data-parallel-rank": str(rank)})
 
 
-def test_a_rank_restores_what_another_stored(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_rank_restores_what_another_stored(start_server: StartServer, home: Path) -> None:
     regions = shm_regions()
-    home = tmp_path / "home"
-    home.mkdir()
     (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 1}\nagent: {autostart: false}\n")
     server = start_server(
         env={"LIFEBOAT_CACHE": "1", "LIFEBOAT_CACHE_HOME": str(home)},

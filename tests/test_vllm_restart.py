@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from long_prompt import long_prompt
+from stored import algorithms, journal_entries, stored_files
 from vllm_server import Completion, StartServer, VllmServer, shm_regions
 
-from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_JOURNAL, FileHeader
-from lifeboat_cache.format.journal import parse_entries
+from lifeboat_cache.checksum import ALGORITHM_BLAKE3, ALGORITHM_XXH3
 
 pytestmark = pytest.mark.engine
 
@@ -39,12 +39,12 @@ PROMPT = long_prompt(49)
 class Launches:
     """Servers of one home, switched on by the variable or by explicit flags."""
 
-    def __init__(self, start: StartServer, home: Path, *, explicit: bool) -> None:
+    def __init__(self, start: StartServer, home: Path, *, explicit: bool = False) -> None:
         self._start = start
         self.home = home
         self.env = {"LIFEBOAT_CACHE_HOME": str(home)}
         self.args = ["--kv-transfer-config", json.dumps(EXPLICIT)] if explicit else []
-        home.mkdir(exist_ok=True)
+        home.mkdir(mode=0o700, exist_ok=True)
         self.configure("")
         if not explicit:
             self.env["LIFEBOAT_CACHE"] = "1"
@@ -57,9 +57,6 @@ class Launches:
 
     def __call__(self, *args: str) -> VllmServer:
         return self._start(env=self.env, args=[*self.args, *args])
-
-    def files(self, kind: str) -> list[Path]:
-        return sorted((self.home / "kv").rglob(f"*.{kind}"))
 
 
 def full_chunks(completion: Completion) -> int:
@@ -85,10 +82,13 @@ WAYS = [
 
 @pytest.mark.parametrize(("explicit", "how"), WAYS)
 def test_the_prompt_is_restored_with_the_same_text(
-    start_server: StartServer, tmp_path: Path, explicit: bool, how: signal.Signals
+    start_server: StartServer, tmp_path: Path, home: Path, explicit: bool, how: signal.Signals
 ) -> None:
     regions = shm_regions()
-    launch = Launches(start_server, tmp_path / "home", explicit=explicit)
+    # Those with flags are without compiled kernels, as a server is that nobody compiled any for.
+    launch = Launches(
+        start_server, tmp_path / "no kernels" if explicit else home, explicit=explicit
+    )
     secret = long_prompt(9, seed=5)
 
     first = launch()
@@ -99,6 +99,7 @@ def test_the_prompt_is_restored_with_the_same_text(
     assert cold.cached_tokens == 0
     assert repeat.cached_tokens == chunks * CHUNK, "see the comment at PROMPT"
     wait_until_stored(first, chunks + full_chunks(salted))
+    assert algorithms(launch.home) == {ALGORITHM_BLAKE3 if explicit else ALGORITHM_XXH3}
     first.stop(how)
 
     second = launch()
@@ -122,19 +123,16 @@ def damage(launch: Launches) -> tuple[int, int]:
 
     Returns the tokens in front of the first damage, and how many chunks are lost.
     """
-    (segment,) = launch.files("segment")
-    (journal,) = launch.files("journal")
-    data = journal.read_bytes()
-    header = FileHeader.unpack(data, MAGIC_JOURNAL)
-    entries, bad = parse_entries(data[HEADER_BYTES:], header.writer, 0, header.namespace)
-    assert bad == 0
+    (segment,) = stored_files(launch.home, "segment")
+    (journal,) = stored_files(launch.home, "journal")
+    entries = journal_entries(journal)
     torn = entries[-1]
     rest = entries[:-1]
     cut = rest[rest["offset"].argmax()]
     flipped = rest[rest["position"].argsort()[1]]  # the prompt's second chunk
     assert flipped["slot"] != cut["slot"]
     with journal.open("r+b") as file:
-        file.truncate(len(data) - 50)
+        file.truncate(journal.stat().st_size - 50)
     with segment.open("r+b") as file:
         end = min(int(torn["offset"]), int(cut["offset"]))
         file.truncate(end + 1000)
@@ -146,12 +144,10 @@ def damage(launch: Launches) -> tuple[int, int]:
     return int(flipped["position"]) - CHUNK, lost
 
 
-def test_damage_is_a_counted_miss_with_the_same_text(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_damage_is_a_counted_miss_with_the_same_text(start_server: StartServer, home: Path) -> None:
     # In float32, since in bfloat16 the text depends on how many tokens are computed
     # together, with or without LifeboatCache.
-    launch = Launches(start_server, tmp_path / "home", explicit=False)
+    launch = Launches(start_server, home)
     first = launch("--dtype", "float32")
     cold = first.complete(PROMPT)
     wait_until_stored(first, full_chunks(cold))
@@ -176,10 +172,8 @@ def test_damage_is_a_counted_miss_with_the_same_text(
 
 
 @pytest.mark.full
-def test_a_full_disk_drops_chunks_and_nothing_else(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    launch = Launches(start_server, tmp_path / "home", explicit=False)
+def test_a_full_disk_drops_chunks_and_nothing_else(start_server: StartServer, home: Path) -> None:
+    launch = Launches(start_server, home)
     launch.configure("storage: {fallback_local: {capacity_gb: 0.02}}\n")
     first = launch("--dtype", "float32")
     cold = first.complete(PROMPT)
@@ -197,7 +191,7 @@ def test_a_full_disk_drops_chunks_and_nothing_else(
 
 @pytest.mark.full
 def test_another_checkpoint_at_the_same_path_finds_nothing(
-    start_server: StartServer, tmp_path: Path, model: Path
+    start_server: StartServer, tmp_path: Path, home: Path, model: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -208,7 +202,7 @@ def test_another_checkpoint_at_the_same_path_finds_nothing(
             (place / path.name).symlink_to(path)
     tensors = load_file(model / "model.safetensors")
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
-    launch = Launches(start_server, tmp_path / "home", explicit=False)
+    launch = Launches(start_server, home)
 
     def server() -> VllmServer:
         return start_server(env=launch.env, model=place)

@@ -14,10 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.full]
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("timeout_s", [0, 20])
 def test_a_shutdown_timeout_lets_vllm_clean_up(
-    start_server: StartServer, tmp_path: Path, how: signal.Signals, timeout_s: int
+    start_server: StartServer, home: Path, how: signal.Signals, timeout_s: int
 ) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
     (home / "lifeboat.yaml").write_text("engine: {native_cpu_gb: 0.5}\nagent: {autostart: false}\n")
     server = start_server(
         env={"LIFEBOAT_CACHE": "1", "LIFEBOAT_CACHE_HOME": str(home)},
