@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from agents import CLI, Start, agent_home, engines, gone, running, until
+from faultkit.disks import faulty_disk
 
 from lifeboat_cache.agent import AgentState, agent_status, ensure_agent, logfile
 from lifeboat_cache.agent import starter as starter_module
@@ -406,25 +407,23 @@ def test_agent_on_a_full_disk_is_not_taken_for_dead(
 def test_pass_that_never_ends_does_not_delay_the_end(
     home: Path, start: Start, tmp_path: Path
 ) -> None:
-    # As a dead disk does: opening the first file does not return.
-    dead = tmp_path / "dead"
-    dead.mkdir()
-    os.mkfifo(dead / "lifeboat-cache.json")
-    engine = start()
-    facts = {"name": "dead", "location": str(dead), "capacity_bytes": 1, "reserve_bytes": 0}
-    assert engine.ask(f"target {json.dumps({**facts, 'direct_io': 'auto'})}")
-    engine.ask("ensure")
-    pid = running(home)
+    with faulty_disk(tmp_path) as disk, disk.dead():
+        dead = disk.root
+        engine = start()
+        facts = {"name": "dead", "location": str(dead), "capacity_bytes": 1, "reserve_bytes": 0}
+        assert engine.ask(f"target {json.dumps({**facts, 'direct_io': 'auto'})}")
+        engine.ask("ensure")
+        pid = running(home)
 
-    def under_way() -> bool:
-        targets = agent_status(home).document["targets"]
-        return any(item["path"] == str(dead) and item["pass_s"] for item in targets)
+        def under_way() -> bool:
+            targets = agent_status(home).document["targets"]
+            return any(item["path"] == str(dead) and item["pass_s"] for item in targets)
 
-    until(under_way, "a pass over the dead target")
-    assert engine.ask("ensure") == ["running", ""]
-    os.kill(pid, signal.SIGTERM)
-    until(lambda: gone(pid), "its end")
-    assert agent_status(home).state is AgentState.ABSENT
+        until(under_way, "a pass over the dead target")
+        assert engine.ask("ensure") == ["running", ""]
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: gone(pid), "its end")
+        assert agent_status(home).state is AgentState.ABSENT
 
 
 def test_log_stays_small(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -177,10 +178,13 @@ def memory_disk(place: Path, size: int) -> Iterator[Disk]:
 class FaultyDisk:
     """A filesystem whose every call can be made to fail or hang; see ``fuse_server.py``."""
 
-    def __init__(self, mount: Path, backing: Path, control: socket.socket) -> None:
+    def __init__(
+        self, mount: Path, backing: Path, control: socket.socket, server: subprocess.Popen[bytes]
+    ) -> None:
         self.mount = mount
         self.backing = backing
         self._control = control
+        self._server = server
         self._lines = control.makefile("r")
 
     @property
@@ -221,6 +225,15 @@ class FaultyDisk:
         """Let what hangs go on, or fail with an error number."""
         self.tell(release=True, errno=number)
 
+    @contextmanager
+    def dead(self) -> Iterator[None]:
+        """Meanwhile no call is even taken: unlike one that hangs, it ends with its process."""
+        self._server.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._server.send_signal(signal.SIGCONT)
+
     def _wait(self, there: Callable[[], bool], otherwise: str) -> None:
         give_up = time.monotonic() + _PATIENCE_S
         while not there():
@@ -247,7 +260,7 @@ def faulty_disk(place: Path) -> Iterator[FaultyDisk]:
     )  # fmt: skip
     its.close()
     try:
-        disk = FaultyDisk(mount, backing, ours)
+        disk = FaultyDisk(mount, backing, ours, server)
         problem = disk.hear().get("error")
         if problem:
             pytest.skip(f"{needs}: {problem}")

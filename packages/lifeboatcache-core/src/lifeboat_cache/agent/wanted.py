@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,47 @@ __all__ = ["WantedTarget", "merged", "of_config", "of_document"]
 
 _DirectIO = Literal["auto", "on", "off"]
 _Eviction = Literal["lru", "none"]
+
+#: A mount that does not say within so many seconds where a path leads counts as dead.
+_ANSWER_S = 1.0
+
+_resolving: dict[str, _Resolution] = {}
+_guard = threading.Lock()
+
+
+class _Resolution(threading.Thread):
+    """Finds out where a path leads, which takes for ever on a dead mount."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(name="lifeboat-resolve", daemon=True)
+        self.path = path
+        self.real: str | None = None
+        self.problem: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.real = os.path.realpath(self.path)
+        except Exception as problem:  # raised where it is waited for
+            self.problem = problem
+
+
+def _resolved(path: str) -> Path:
+    """A path with its links resolved, or as it is while its mount does not answer."""
+    with _guard:
+        resolution = _resolving.get(path)
+        wait_s = 0.0
+        if resolution is None:
+            resolution = _resolving[path] = _Resolution(path)
+            wait_s = _ANSWER_S
+            resolution.start()
+    resolution.join(wait_s)
+    if resolution.is_alive():
+        return Path(os.path.normpath(path))
+    with _guard:
+        _resolving.pop(path, None)
+    if resolution.real is None:
+        raise resolution.problem or OSError("the path could not be resolved")
+    return Path(resolution.real)
 
 
 @dataclass(frozen=True)
@@ -62,7 +104,7 @@ def of_config(config: Config) -> list[WantedTarget]:
     """The enabled targets of a configuration."""
     return [
         WantedTarget(
-            Path(os.path.realpath(tier.path)),
+            _resolved(str(tier.path)),
             tier.name,
             tier.capacity_bytes,
             tier.min_free_bytes,
@@ -91,9 +133,8 @@ def of_document(document: Mapping[str, Any]) -> WantedTarget | None:
         or direct_io not in ("auto", "on", "off")
     ):
         return None
-    # A dead mount makes this wait, as it does all else that is done about such a target.
     try:
-        real = Path(os.path.realpath(path))
+        real = _resolved(path)
     except (OSError, ValueError):  # no path of this system
         return None
     return WantedTarget(
