@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.targets.base import OpenFile, Reservation, TargetWriter
 from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, write_from
-from lifeboat_cache.targets.files import GONE, close_file, close_files, open_file
+from lifeboat_cache.targets.files import GONE, close_file, close_files, late_errors, open_file
 from lifeboat_cache.targets.holes import take_space
 from lifeboat_cache.targets.layout import (
     FILE_MODE,
@@ -38,6 +39,8 @@ from lifeboat_cache.targets.layout import (
 )
 
 __all__ = ["SEGMENT_AGE_S", "SEGMENT_BYTES", "SegmentWriter"]
+
+_log = logging.getLogger("lifeboat_cache")
 
 #: A segment is sealed once it holds so many bytes …
 SEGMENT_BYTES = 256 << 20
@@ -377,12 +380,19 @@ class SegmentWriter(TargetWriter):
             if self._closed:
                 return
             self._closed = True
+            reported = late_errors()
             self._segment = None
             used = self._access_fd >= 0
             with contextlib.suppress(OSError):
                 # What was allocated ahead, and an entry of which only a part was written.
                 os.ftruncate(self._journal_fd, HEADER_BYTES + self._entries * ENTRY_BYTES)
             close_files([self._journal_fd, self._access_fd])
+            if late_errors() > reported:
+                _log.warning(
+                    "LifeboatCache: storage at %s reported at the end that not all has been "
+                    "written: check the disk and its free space",
+                    self._directory,
+                )
             self._journal_fd = self._access_fd = -1
             stored = self._entries > 0 or self._next_segment > 0
             self._alive.release()
