@@ -140,6 +140,36 @@ def test_a_store_without_native_threads_works_and_does_not_try_again(
     assert len(tries) == 1
 
 
+def test_a_store_makes_do_with_the_threads_there_are(
+    root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    before = threading.active_count()
+
+    def start_few(thread: threading.Thread) -> None:
+        few = ("lifeboat-io-0", "lifeboat-io-1", *allowed)
+        if thread.name.startswith("lifeboat-") and thread.name not in few:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    allowed: tuple[str, ...] = ()
+    with pytest.raises(RuntimeError):
+        BlockStore(namespace, [FilesystemTarget(root)])
+    for thread in threading.enumerate():
+        if thread.name.startswith("lifeboat-io"):
+            thread.join(60)
+    assert threading.active_count() == before
+    allowed = ("lifeboat-store",)
+    store = BlockStore(namespace, [FilesystemTarget(root)])
+    assert store.wait_recovered(60)
+    driver = StoreDriver(store)
+    assert driver.store(range(4)) == [OK] * 4
+    assert driver.load(range(4)) == [OK] * 4
+    assert store.state is State.READY
+    assert store.close()
+
+
 @pytest.mark.parametrize("direct", ["auto", "off"])
 def test_blocks_of_4_gib_are_refused_and_harm_nobody(
     both_kernels: bool, open_driver: Open, root: Path, direct: str

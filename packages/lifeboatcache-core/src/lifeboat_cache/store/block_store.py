@@ -156,7 +156,11 @@ class BlockStore:
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="lifeboat-store", daemon=True)
         _stores.add(self)
-        self._keeper.start()
+        try:
+            self._keeper.start()
+        except RuntimeError:
+            self._executor.stop()
+            raise
 
     # State ------------------------------------------------------------------
 
@@ -791,8 +795,11 @@ class BlockStore:
             return
         if loader is None or not loader.is_alive():
             loader = threading.Thread(target=self._upgrade, name="lifeboat-kernels", daemon=True)
+            try:
+                loader.start()
+            except RuntimeError:  # no threads are left: it goes on without kernels
+                return
             self._kernel_loader = loader
-            loader.start()
         loader.join(wait_s)
 
     def _upgrade(self) -> None:

@@ -25,19 +25,28 @@ class WorkerPool:
     Parameters
     ----------
     threads
-        How many threads.
+        How many threads, at most.
+
+    Raises
+    ------
+    RuntimeError
+        If not one can be started.
     """
 
     def __init__(self, threads: int) -> None:
         self._ready = threading.Condition()
         self._lanes: dict[Lane, deque[Callable[[], None]]] = {"load": deque(), "store": deque()}
         self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"lifeboat-io-{number}", daemon=True)
-            for number in range(max(1, threads))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for number in range(max(1, threads)):
+            thread = threading.Thread(target=self._run, name=f"lifeboat-io-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more: fewer do as well
+                if not self._threads:
+                    raise
+                break
+            self._threads.append(thread)
 
     @property
     def threads(self) -> int:
