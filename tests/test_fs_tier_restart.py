@@ -1,7 +1,7 @@
 """The ground that our tests stand on: vLLM's own fs tier, restarted on this machine.
 
 When this fails, the environment, the CPU plugin or the harness is broken, not
-LifeboatCache.
+LifeboatCache. It says nothing of LifeboatCache, and so it is left to full runs.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 from long_prompt import long_prompt
 from vllm_server import StartServer, shm_regions
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 
 def _stored(directory: Path) -> int:
