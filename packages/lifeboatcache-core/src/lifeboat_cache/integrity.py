@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from lifeboat_cache.errors import ConfigError
 from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.targets.files import close_file
 
 if TYPE_CHECKING:
     from lifeboat_cache.config import Config
@@ -121,7 +122,7 @@ def load_integrity_key(path: Path) -> IntegrityKey:
             f"security.integrity_key: {path} cannot be read ({error.strerror}): check its disk"
         ) from error
     finally:
-        os.close(fd)
+        close_file(fd)
     if not _LEAST_BYTES <= len(content) <= _MOST_BYTES:
         size = f"{len(content)}" if len(content) < _LEAST_BYTES else f"more than {_MOST_BYTES:,}"
         raise ConfigError(

@@ -15,6 +15,8 @@ import threading
 from enum import Enum
 from pathlib import Path
 
+from lifeboat_cache.targets.files import close_file, open_file
+
 __all__ = ["AgentLock", "Holding", "probe"]
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
@@ -67,7 +69,7 @@ def probe(path: Path) -> Holding:
     except (OSError, struct.error):
         return Holding.UNKNOWN
     finally:
-        os.close(fd)
+        close_file(fd)
     return Holding.FREE if answer[0] == fcntl.F_UNLCK else Holding.HELD
 
 
@@ -105,19 +107,19 @@ class AgentLock:
             if str(path) in _own:
                 return None
         while not replace:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = open_file(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                os.close(fd)
+                close_file(fd)
                 return None
             except OSError:  # a filesystem without locks: the file alone says who it is
-                os.close(fd)
+                close_file(fd)
                 break
             if _same(path, fd):
                 os.utime(fd)  # since when it is held, for whoever finds nothing published
                 return cls(path, fd)
-            os.close(fd)  # replaced while it was being locked
+            close_file(fd)  # replaced while it was being locked
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -130,7 +132,7 @@ class AgentLock:
             # Locked before it has its name, so that nobody can find it unlocked.
             os.rename(temporary, path)
         except BaseException:
-            os.close(fd)
+            close_file(fd)
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
@@ -150,7 +152,7 @@ class AgentLock:
         if self._fd >= 0:
             with _guard:
                 _own.discard(str(self._path))
-            os.close(self._fd)
+            close_file(self._fd)
             self._fd = -1
 
 

@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from lifeboat_cache.targets.files import close_file, open_file
+
 __all__ = ["MAX_BYTES", "log_to_file", "log_to_stderr"]
 
 #: A log longer than this becomes ``agent.log.1``, and that one goes.
@@ -30,12 +32,11 @@ class _BoundedHandler(logging.Handler):
         self._open()
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self._path, flags, 0o600)
+        fd = open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         # What libraries and a crash of the interpreter print goes there as well.
         os.dup2(fd, 1)
         os.dup2(fd, 2)
-        os.close(fd)
+        close_file(fd)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -29,6 +29,7 @@ from lifeboat_cache.agent.status import (
 )
 from lifeboat_cache.agent.stopping import stop_agent
 from lifeboat_cache.registry.files import replace_json
+from lifeboat_cache.targets.files import close_file, open_file
 from lifeboat_cache.version import __version__
 
 __all__ = ["LEASE_S", "ensure_agent", "start_lock"]
@@ -177,7 +178,7 @@ def start_lock(places: AgentPlaces) -> Iterator[bool]:
     OSError
         If its file cannot be made.
     """
-    fd = os.open(places.start, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_file(places.start, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,7 +189,7 @@ def start_lock(places: AgentPlaces) -> Iterator[bool]:
             pass  # a filesystem without locks: two agents at worst, and one of them ends
         yield True
     finally:
-        os.close(fd)
+        close_file(fd)
 
 
 def _start(
@@ -250,8 +251,7 @@ def _spawn(places: AgentPlaces, arguments: list[str], config: Path | None) -> st
     command += ["--detach", "--home", str(home), *arguments]
     if config is not None:
         command += ["--config", os.path.abspath(config)]
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    log = os.open(places.log, flags, 0o600)
+    log = open_file(places.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         child = subprocess.Popen(
             command,
@@ -265,7 +265,7 @@ def _spawn(places: AgentPlaces, arguments: list[str], config: Path | None) -> st
     except OSError as error:
         return f"{sys.executable}: {error.strerror}: run `lifeboat-cache agent`"
     finally:
-        os.close(log)
+        close_file(log)
     try:
         # What was started here only starts the agent and ends: it is reaped at once, and
         # the agent itself is not among the engine's children.

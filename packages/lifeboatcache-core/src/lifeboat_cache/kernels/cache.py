@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from lifeboat_cache.targets.files import read_document
 from lifeboat_cache.version import __version__
 
 __all__ = [
@@ -146,7 +147,7 @@ def verify(directory: Path) -> None:
     """
     try:
         owner = os.stat(directory)
-        marker = json.loads((directory / MARKER).read_bytes())
+        marker = json.loads(read_document(directory / MARKER))
         files: dict[str, str] = marker["files"]
     except FileNotFoundError:
         raise UnusableError(
@@ -162,7 +163,7 @@ def verify(directory: Path) -> None:
         )
     for name, digest in files.items():
         try:
-            content = (directory / name).read_bytes()
+            content = read_document(directory / name)
         except OSError as error:
             raise UnusableError(f"{directory} is incomplete: {error}; remove it") from error
         if blake3(content).hexdigest(length=16) != digest:

@@ -18,6 +18,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from lifeboat_cache.targets.files import close_file
+
 __all__ = [
     "MAX_BYTES",
     "entry_ids",
@@ -122,4 +124,4 @@ def replace_json(path: Path, value: object, *, safe: bool = False) -> None:
         try:
             os.fsync(directory)
         finally:
-            os.close(directory)
+            close_file(directory)

@@ -14,6 +14,7 @@ from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.files import entry_ids, read_json, run_directory
 from lifeboat_cache.registry.host import ProcessIdentity, boot_id
 from lifeboat_cache.registry.own import is_own
+from lifeboat_cache.targets.files import close_file, open_file
 
 __all__ = ["ProcessEntry", "processes", "read_entries"]
 
@@ -142,9 +143,7 @@ def _lock_held(directory: Path, name: str) -> bool | None:
     if is_own(name):
         return True
     try:
-        fd = os.open(
-            directory / f"{name}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        )
+        fd = open_file(directory / f"{name}.lock")
     except FileNotFoundError:
         return False
     except OSError:
@@ -156,7 +155,7 @@ def _lock_held(directory: Path, name: str) -> bool | None:
     except OSError:
         return None
     finally:
-        os.close(fd)
+        close_file(fd)
     return False
 
 

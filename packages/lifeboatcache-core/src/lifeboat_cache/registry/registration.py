@@ -17,6 +17,7 @@ from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.files import read_json, replace_json, run_directory
 from lifeboat_cache.registry.host import ProcessIdentity, this_process
 from lifeboat_cache.registry.own import forget, remember
+from lifeboat_cache.targets.files import close_file
 from lifeboat_cache.version import __version__
 
 __all__ = ["Registration", "Role"]
@@ -184,7 +185,7 @@ class Registration:
             os.rename(temporary, directory / f"{name}.lock")
         except BaseException:
             forget(name)
-            os.close(fd)
+            close_file(fd)
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
@@ -194,5 +195,5 @@ class Registration:
         if self._fd >= 0:
             forget(self._id)
             with contextlib.suppress(OSError):
-                os.close(self._fd)
+                close_file(self._fd)
             self._fd = -1

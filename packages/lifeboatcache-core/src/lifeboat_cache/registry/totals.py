@@ -21,6 +21,7 @@ from typing import Any
 from lifeboat_cache.registry.counts import Counts, Labels
 from lifeboat_cache.registry.files import MAX_BYTES, replace_json, run_directory
 from lifeboat_cache.registry.processes import ProcessEntry, read_entries
+from lifeboat_cache.targets.files import close_file, open_file
 
 __all__ = ["MAX_SERIES", "OTHER", "Snapshot", "fold", "snapshot"]
 
@@ -296,11 +297,11 @@ def _held(directory: Path, wait_s: float, how: int) -> Iterator[bool]:
         yield False
         return
     try:
-        fd = os.open(directory / "totals.lock", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_file(directory / "totals.lock", flags)
         try:
             yield _lock(fd, until, how)
         finally:
-            os.close(fd)
+            close_file(fd)
     finally:
         _guard.release()
 
