@@ -79,6 +79,15 @@ def test_each_case_is_measured_beside_the_limits(
     assert left(home / "one") == []
 
 
+def test_a_home_that_is_made_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh = tmp_path / "fresh"
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(fresh))
+    assert rows(capsys, "--quick", *SMALL)
+    assert fresh.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_quick_run_gives_no_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, *SMALL, "--quick", "--jobs", "4")
     assert any(row["case"].startswith("64 KiB blocks, 1 MiB in 4 jobs") for row in found)

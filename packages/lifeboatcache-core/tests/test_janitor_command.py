@@ -12,9 +12,12 @@ from lifeboat_cache.agent.wanted import WantedTarget, merged, of_config
 from lifeboat_cache.cli import gc_command
 from lifeboat_cache.cli.main import main
 from lifeboat_cache.config import load_config
+from lifeboat_cache.interface import Outcome
 from lifeboat_cache.janitor import Janitor, JanitorPolicy
 from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.testing import StoreDriver
 
 SIZE = 1 << 20
 
@@ -64,12 +67,29 @@ def test_the_policy_none_is_kept(
     config.write_text(config.read_text() + "eviction:\n  policy: none\n")
     leave(root, chain(0, 8), namespace, SIZE)
     assert main(["gc", "--config", str(config)]) == 0
-    assert "evicted 0 blocks" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "evicted 0 blocks" in text
+    assert "(eviction.policy is none)" in text
     (wanted,) = of_config(load_config(config).config)
     assert wanted.eviction == "none"
     # What an engine says of the same target does not change that.
     said = WantedTarget(wanted.path, "x", wanted.capacity, wanted.reserve, "auto")
     assert merged([said, wanted])[0][wanted.path].eviction == "none"
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_young_blocks_above_the_capacity_are_explained(
+    root: Path, config: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    namespace = Namespace.from_identity({"engine": "test", "model": "young"})
+    store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=2)
+    assert store.wait_recovered(60)
+    assert StoreDriver(store, size=SIZE).store(range(9)) == [Outcome.OK] * 9
+    assert store.close()
+    assert main(["gc", "--config", str(config), *options]) == 0
+    text = capsys.readouterr().out
+    assert "evict" in text
+    assert "(blocks stored in the last 30 s stay: run it again)" in text
 
 
 def test_a_foreign_directory_is_an_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from lifeboat_cache.config.units import parse_size
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.targets.direct import ALIGNMENT
 from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.targets.layout import DIRECTORY_MODE
 
 __all__ = ["bench"]
 
@@ -24,7 +26,8 @@ _QUICK_ROUNDS = 3
 
 def bench(args: argparse.Namespace) -> int:
     """Measure a target beside its device and the memory."""
-    config = load_config(args.config).config
+    loaded = load_config(args.config)
+    config = loaded.config
     size = _size("--size", args.size)
     blocks = tuple(_size("--block-size", part) for part in args.block_size.split(","))
     for block in blocks:
@@ -42,6 +45,9 @@ def bench(args: argparse.Namespace) -> int:
     if args.jobs < 1:
         raise RefusedError(f"--jobs {args.jobs}: at least one job is needed")
 
+    # First, and by itself: as a parent of what is made below, it would not be private.
+    with contextlib.suppress(OSError):  # without it there are no kernels, which is said
+        loaded.home.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
     with interruptible():
         tier = _tier(config, args)
         plan = BenchPlan(

@@ -85,13 +85,23 @@ def gc(args: argparse.Namespace) -> int:
             }
         )
         if not args.json and not problem:
-            print(f"{tier.name}: {_text(report, args.dry_run)}")
+            print(f"{tier.name}: {_text(report, args.dry_run)}{_why_full(report, policy)}")
         for line in (problem, *report.problems):
             if line:
                 print(f"lifeboat-cache: error: {tier.name}: {line}", file=sys.stderr)
     if args.json:
         print(json.dumps({"dry_run": args.dry_run, "targets": documents}, indent=2))
     return 2 if failed else 0
+
+
+def _why_full(report: JanitorReport, policy: JanitorPolicy) -> str:
+    """Why nothing is evicted where more is used than the capacity allows."""
+    used = report.used_after or report.used_before  # a dry run does not measure again
+    if report.capacity is None or used <= report.capacity or report.evicted_blocks:
+        return ""
+    if policy.eviction == "none":
+        return " (eviction.policy is none)"
+    return f" (blocks stored in the last {policy.young_s:.0f} s stay: run it again)"
 
 
 def _text(report: JanitorReport, dry_run: bool) -> str:
