@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,52 @@ def test_failed_server_ends_with_the_place_of_the_logs(
     with pytest.raises(DevError, match="no luck") as caught:
         demo.run_demo(tier, as_json=True)
     assert str(tmp_path / "demo" / tier) in str(caught.value)
+
+
+_WAITS = """
+import time
+try:
+    print("there", flush=True)
+    time.sleep(60)
+finally:
+    print("the server is stopped", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "inside"),
+    [
+        (signal.SIGINT, False),
+        (signal.SIGTERM, False),
+        (signal.SIGTERM, True),
+        (signal.SIGHUP, True),
+    ],
+)
+def test_a_command_that_is_told_to_end_ends_what_it_has_started(
+    tmp_path: Path, number: signal.Signals, inside: bool
+) -> None:
+    """In the process itself, as the demonstration, or in one ``inside``, as tests."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'tools')!r})\n"
+        "import dev\nfrom devkit.shell import try_run\n"
+        f"waits, inside = {_WAITS!r}, {inside}\n"
+        "def command(arguments):\n"
+        "    return try_run([sys.executable, '-c', waits]) if inside else exec(waits)\n"
+        "dev.commands._demo = command\n"
+        "sys.exit(dev.main())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(program), "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "the server is stopped\n"
+    assert process.returncode == 128 + number
 
 
 def test_nothing_stored_is_an_error(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ LIFEBOAT_DEV_HOME says. Only the standard library is needed to run this file.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def main() -> int:
     if rest and not arguments.takes_pytest_arguments:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Servers have sessions of their own, and would stay when this is told to end.
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         code: int = arguments.run(arguments)
     except DevError as error:

@@ -3,12 +3,16 @@
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["DevError", "locked", "note", "output_of", "run", "try_run"]
+
+#: Seconds that a command has to end when this one is told to.
+_END_S = 90.0
 
 
 class DevError(RuntimeError):
@@ -49,14 +53,23 @@ def try_run(
         standard output holds results only.
     """
     sys.stdout.flush()
-    return subprocess.run(
+    with subprocess.Popen(
         [str(part) for part in command],
         env=_environment(env),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if to_stderr else None,
-        check=False,
-    ).returncode
+    ) as process:
+        try:
+            return process.wait()
+        except BaseException as error:
+            # It has servers of its own to stop. Ctrl-C at a terminal has reached it, too.
+            if not isinstance(error, KeyboardInterrupt):
+                process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill()
+            raise
 
 
 def run(
