@@ -18,8 +18,13 @@ SILENT_S = 30.0
 #: An engine that started just now may still be starting the agent.
 _STARTING_S = 30.0
 
+_MAKE_ROOM = (
+    "raise capacity_gb, see that an agent runs and that eviction.policy is not none, or run "
+    "`lifeboat-cache gc`"
+)
+
 _DROP_REMEDIES = {
-    "full": "raise capacity_gb, or run `lifeboat-cache purge --older-than 7d`",
+    "full": f"no room was made in time: {_MAKE_ROOM}",
     "reserve": "free space on the disk, or lower min_free_gb",
     "busy": "storage is slower than prompts come in: use a faster disk, or raise "
     "engine.native_cpu_gb",
@@ -139,7 +144,7 @@ def _of_targets(targets: Sequence[Mapping[str, Any]]) -> list[str]:
         if isinstance(used, int) and isinstance(capacity, int) and used > _most(capacity):
             found.append(
                 f"target {name} holds {format_size(used)}, more than its capacity of "
-                f"{format_size(capacity)}: {_DROP_REMEDIES['full']}"
+                f"{format_size(capacity)}: {_MAKE_ROOM}"
             )
         free, reserve = target.get("free_bytes"), target.get("reserve_bytes")
         if isinstance(free, int) and isinstance(reserve, int) and free <= reserve:
