@@ -188,11 +188,36 @@ def empty_the_marker(home: Path) -> None:
     (the_set(home) / cache.MARKER).write_bytes(b"")
 
 
+def forget_the_files(home: Path) -> None:
+    (the_set(home) / cache.MARKER).write_text('{"files": {}}')
+
+
+def make_the_marker_another(home: Path) -> None:
+    (the_set(home) / cache.MARKER).write_text('{"files": [1]}')
+
+
 def open_to_others(home: Path) -> None:
     the_set(home).chmod(0o777)
 
 
-@pytest.mark.parametrize("harm", [damage, lose_a_file, empty_the_marker, open_to_others])
+def give_a_file_away(home: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(next(path for path in the_set(home).iterdir() if path.suffix == ".nbc"), 4321, 4321)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        damage,
+        lose_a_file,
+        empty_the_marker,
+        forget_the_files,
+        make_the_marker_another,
+        open_to_others,
+        give_a_file_away,
+    ],
+)
 def test_a_harmed_set_is_refused(home: Path, harm: Callable[[Path], None]) -> None:
     harm(home)
     refused = ask("load", home)

@@ -148,7 +148,7 @@ def verify(directory: Path) -> None:
     try:
         owner = os.stat(directory)
         marker = json.loads(read_document(directory / MARKER))
-        files: dict[str, str] = marker["files"]
+        files: Any = marker["files"]
     except FileNotFoundError:
         raise UnusableError(
             f"no kernels were compiled for this machine and release in {directory.parent}; "
@@ -161,6 +161,16 @@ def verify(directory: Path) -> None:
         raise UnusableError(
             f"{directory} can be written by other users; remove it, or make it yours (chmod 0700)"
         )
+    try:
+        there = {path.name for path in directory.iterdir()} - {MARKER}
+        owners = {path.lstat().st_uid for path in directory.iterdir()}
+    except OSError as error:
+        raise UnusableError(f"{directory} cannot be read: {error!r}; remove it") from error
+    # Whoever owns a file can change it after it was looked at.
+    if not owners <= {os.geteuid(), 0}:
+        raise UnusableError(f"{directory} holds files of other users; remove it")
+    if not isinstance(files, dict) or not there <= files.keys():
+        raise UnusableError(f"{directory / MARKER} is damaged; remove {directory}")
     for name, digest in files.items():
         try:
             content = read_document(directory / name)
