@@ -226,7 +226,8 @@ class Tier(Section):
     ] = Field(
         default="auto",
         description="Whether the page cache is bypassed (O_DIRECT). `auto`: where the file "
-        "system takes it and is not itself memory. `on`: a file system that does not take it makes the tier unusable.",
+        "system takes it and is not itself memory. `on`: a file system that does not take it makes "
+        "the tier unusable.",
     )
 
     @property
