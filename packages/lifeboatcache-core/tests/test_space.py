@@ -21,7 +21,14 @@ from lifeboat_cache.targets import segment_writer
 from lifeboat_cache.targets.direct import write_from
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.segment_reader import SegmentReader
-from lifeboat_cache.testing import StoreDriver, cut_at, payload_of, sample_keys, sample_records
+from lifeboat_cache.testing import (
+    StoreDriver,
+    aligned_memory,
+    cut_at,
+    payload_of,
+    sample_keys,
+    sample_records,
+)
 
 Open = Callable[..., StoreDriver]
 
@@ -73,6 +80,46 @@ def test_capacity_drops_and_counts_stores(open_driver: Open, root: Path) -> None
     target.purge(again.block_store.namespace.hex)
     assert again.store([9]) == [OK]
     assert again.load([0, 9]) == [Outcome.MISSING, OK]
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("limit", ["capacity", "reserve"])
+def test_a_burst_keeps_to_the_limits(open_driver: Open, root: Path, limit: str) -> None:
+    # Much more is handed over than what may be stored before anything is on the disk.
+    root.mkdir()
+    room, size = 48 << 20, 1 << 20
+    if limit == "capacity":
+        target = FilesystemTarget(root, capacity=room)
+    else:
+        target = SmallDisk(root, reserve=1 << 30, free=(1 << 30) + room)
+    store = open_driver(target=target).block_store
+    memory = aligned_memory(size)
+    jobs = []
+    for first in range(0, 200, 20):
+        keys = sample_keys(range(first, first + 20))
+        buffers = BlockBuffers.from_buffers([memory] * 20)
+        jobs.append(store.store(BlockBatch(keys, buffers), on_done=lambda _: None))
+    assert all(job.wait(60) for job in jobs)
+    outcomes = np.concatenate([job.outcomes for job in jobs])
+    refusal = FULL if limit == "capacity" else RESERVE
+    assert set(outcomes.tolist()) == {OK, refusal}
+    used = sum(file.stat().st_blocks * 512 for file in root.glob("*/*.segment"))
+    assert room // 2 < used <= room + (4 << 20)
+    # Nothing is under way any more, and nothing counts twice.
+    assert target._under_way == 0
+
+
+class SmallDisk(FilesystemTarget):
+    """A target whose disk has a certain number of bytes free in the beginning."""
+
+    def __init__(self, root: Path, *, reserve: int, free: int) -> None:
+        super().__init__(root, reserve=reserve)
+        self._free_at_first = free
+
+    def _free(self) -> int:
+        # As a disk does: what is on it by now.
+        used = sum(file.stat().st_blocks * 512 for file in self.root.glob("*/*.segment"))
+        return self._free_at_first - used
 
 
 def test_reserve_drops_and_counts_stores(open_driver: Open, root: Path) -> None:

@@ -307,3 +307,21 @@ def test_loading_into_memory_that_is_not_writable(open_driver: Callable[..., Sto
     assert ended(job) == [Outcome.MISMATCH]
     assert frozen == bytes(4096)
     assert driver.load([1]) == [Outcome.OK]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_shortage_of_the_process_does_not_forget_blocks(
+    root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1)
+    assert store.wait_recovered(60)
+    assert ended(store.store(batch(1))) == [Outcome.OK]
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(number, "not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lifeboat_cache.targets.segment_reader.SegmentReader.open_segment", refuse)
+        assert ended(store.load(batch(1))) == [Outcome.FAILED]
+    assert ended(store.load(batch(1))) == [Outcome.OK]
+    assert store.close()

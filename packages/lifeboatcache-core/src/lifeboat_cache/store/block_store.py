@@ -546,6 +546,8 @@ class BlockStore:
             for task in tasks:
                 task.outcomes[:] = Outcome.FAILED
         for task in tasks:
+            if isinstance(task.detail, Written):
+                task.detail.writer.settle(task.detail.entries)
             job, size = task.job
             job.outcomes[task.blocks] = task.outcomes
             moved = int(task.lengths[task.outcomes == Outcome.OK].sum())

@@ -26,6 +26,12 @@ __all__ = ["LoadPlan", "Places", "chunk_bytes", "runs_of", "same_shape", "ways"]
 #: What a vanished file looks like. ESTALE: deleted by another NFS client.
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
+#: What this process lacks for a moment; it says nothing about the file.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+#: In place of a file's number: there is none any more, or none just now.
+_UNUSABLE, _LATER = -1, -2
+
 
 @dataclass(frozen=True)
 class Places:
@@ -82,7 +88,7 @@ class LoadPlan:
         wanted = wanted[order]
         self._files, which = _open_files(found, wanted, index, reader, self.outcomes)
         usable = which >= 0
-        self.lost = wanted[~usable]
+        self.lost = wanted[which == _UNUSABLE]
         self.lost_places = _places(keys, found, self.lost)
         self._wanted, self._which = wanted[usable], which[usable]
 
@@ -132,9 +138,9 @@ def _open_files(
     reader: TargetReader,
     outcomes: npt.NDArray[np.uint8],
 ) -> tuple[list[OpenFile], npt.NDArray[np.int64]]:
-    """Open files, and for each wanted block the number of its file or -1."""
+    """Open files, and for each wanted block its file's number, ``_UNUSABLE`` or ``_LATER``."""
     files: list[OpenFile] = []
-    which = np.full(wanted.shape[0], -1, dtype=np.int64)
+    which = np.full(wanted.shape[0], _UNUSABLE, dtype=np.int64)
     if not wanted.shape[0]:
         return files, which
     writers, segments = found.writer[wanted], found.segment[wanted]
@@ -150,6 +156,8 @@ def _open_files(
         except OSError as exc:
             gone = exc.errno in _GONE
             outcomes[wanted[first:last]] = Outcome.MISSING if gone else Outcome.FAILED
+            if exc.errno in _SHORTAGES:
+                which[first:last] = _LATER
         else:
             which[first:last] = len(files)
             files.append(file)

@@ -247,6 +247,14 @@ class TargetWriter(ABC):
         """
 
     @abstractmethod
+    def settle(self, entries: Entries) -> None:
+        """Say that nothing of a reservation is under way any more, whatever became of it.
+
+        Until then its bytes count against the capacity and the reserve, beside what
+        the target has measured. Called once per reservation.
+        """
+
+    @abstractmethod
     def give_back(self, entries: Entries, file: OpenFile) -> None:
         """Give the room of a whole reservation back, whose payloads were not written."""
 

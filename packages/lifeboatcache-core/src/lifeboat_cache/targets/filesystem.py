@@ -129,6 +129,7 @@ class FilesystemTarget(Target):
         self._measured = -1.0
         self._used = 0
         self._written = 0  # admitted since _used was measured
+        self._under_way = 0  # admitted and not settled yet
         self._share = 0  # what may be admitted before it is measured again
 
     @classmethod
@@ -223,7 +224,8 @@ class FilesystemTarget(Target):
         """Take in a measurement."""
         left = max(0, (self._capacity or 0) - used)
         with self._lock:
-            self._used = used
+            # What is under way may be in there or not yet: it counts until it is settled.
+            self._used = used + self._under_way
             self._written = 0
             self._measured = time.monotonic()
             # Others may be writing into the same space without knowing of this writer.
@@ -263,11 +265,18 @@ class FilesystemTarget(Target):
         except OSError:
             return Outcome.FAILED
         with self._lock:
-            refusal = Usage(self._used, self._capacity, free, self._reserve).refusal(wanted)
+            left = free - self._under_way
+            refusal = Usage(self._used, self._capacity, left, self._reserve).refusal(wanted)
             if refusal is None:
                 self._used += wanted
                 self._written += wanted
+                self._under_way += wanted
         return refusal
+
+    def _settle(self, admitted: int) -> None:
+        """Admitted bytes are written, or will never be: measuring sees what there is."""
+        with self._lock:
+            self._under_way -= admitted
 
     # Namespaces -------------------------------------------------------------
 
@@ -290,7 +299,9 @@ class FilesystemTarget(Target):
 
     def _start_writer(self, directory: Path, namespace: Namespace) -> SegmentWriter:
         directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-        return SegmentWriter(directory, namespace, direct=self.direct, allowance=self._allow)
+        return SegmentWriter(
+            directory, namespace, direct=self.direct, allowance=self._allow, settled=self._settle
+        )
 
     def reader(self, namespace: Namespace) -> TargetReader:
         return SegmentReader(self._root / namespace.directory, namespace, direct=self.direct)

@@ -83,6 +83,12 @@ def _create(path: Path, header: bytes) -> int:
     return fd
 
 
+def _padded_sizes(entries: Entries) -> npt.NDArray[np.int64]:
+    """Bytes that each record takes in its segment."""
+    sizes: npt.NDArray[np.int64] = entries["stored_length"].astype(np.int64)
+    return -(-sizes // ALIGNMENT) * ALIGNMENT
+
+
 def _parts(sizes: npt.NDArray[np.int64], limit: int) -> list[tuple[int, int]]:
     """Cut records into consecutive parts of at most ``limit`` bytes or one record."""
     parts, first, total = [], 0, 0
@@ -131,6 +137,8 @@ class SegmentWriter(TargetWriter):
     allowance
         Asked before each write with the bytes to be allocated; answers with the
         reason for a refusal or ``None``.
+    settled
+        Told how many of these bytes are written by now, or never will be.
     """
 
     def __init__(
@@ -140,6 +148,7 @@ class SegmentWriter(TargetWriter):
         *,
         direct: bool,
         allowance: Callable[[int], Outcome | None],
+        settled: Callable[[int], None] | None = None,
     ) -> None:
         self.writer = new_writer_id()
         self._hex = self.writer.hex()
@@ -147,6 +156,7 @@ class SegmentWriter(TargetWriter):
         self._namespace = namespace.digest
         self._direct = direct
         self._allowance = allowance
+        self._settled = settled
         self._lock = threading.Lock()  # placement
         self._journal_lock = threading.Lock()
         self._segment: _Segment | None = None
@@ -188,11 +198,12 @@ class SegmentWriter(TargetWriter):
                     outcome = self._failure(exc)
                 else:
                     outcome = self.commit(entries[mine], [room.file])
+                self.settle(entries[mine])
             outcomes[mine] = [int(outcome)] * (room.last - room.first)
         return outcomes
 
     def reserve(self, entries: Entries, part_bytes: int) -> list[Reservation]:
-        sizes = -(-entries["stored_length"].astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        sizes = _padded_sizes(entries)
         total = int(sizes.sum())
         parts = _parts(sizes, part_bytes)
         # Once for all: each of these calls lets go of the interpreter.
@@ -208,12 +219,20 @@ class SegmentWriter(TargetWriter):
                     self._take_journal_space(last - first)
                     file = self._place(entries[first:last], mine, size)
                 except OSError as exc:
+                    self._settle_bytes(size)
                     refusal = self._failure(exc)
                 else:
                     rooms.append(Reservation(first, last, file))
                     continue
             rooms.append(Reservation(first, last, None, refusal))
         return rooms
+
+    def settle(self, entries: Entries) -> None:
+        self._settle_bytes(int(_padded_sizes(entries).sum()))
+
+    def _settle_bytes(self, size: int) -> None:
+        if self._settled is not None:
+            self._settled(size)
 
     def commit(self, entries: Entries, files: Sequence[OpenFile]) -> Outcome:
         try:
