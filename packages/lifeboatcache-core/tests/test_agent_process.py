@@ -392,10 +392,18 @@ def test_agent_on_a_full_disk_is_not_taken_for_dead(
     with agent_home(small_disk, monkeypatch) as home, engines(home) as start:
         start().ask("ensure")
         pid = running(home)
-        fill = ["dd", "if=/dev/zero", f"of={small_disk / 'fill'}", "bs=4096"]
-        filled = subprocess.run(fill, capture_output=True, text=True, check=False)
-        assert "No space left" in filled.stderr
-        until(lambda: agent_status(home).age > 6, "a heartbeat that cannot be written")
+        fill = [
+            "dd", "if=/dev/zero", f"of={small_disk / 'fill'}", "bs=4096",
+            "oflag=append", "conv=notrunc",
+        ]  # fmt: skip
+
+        def silent() -> bool:
+            # Again and again: the agent gives up what it was compiling.
+            filled = subprocess.run(fill, capture_output=True, text=True, check=False)
+            assert "No space left" in filled.stderr
+            return agent_status(home).age > 6
+
+        until(silent, "a heartbeat that cannot be written")
         status = agent_status(home, hung_after_s=4)
         assert status.alive
         assert ensure_agent(home, hung_after_s=4).alive
