@@ -309,7 +309,7 @@ def test_loading_into_memory_that_is_not_writable(open_driver: Callable[..., Sto
     assert driver.load([1]) == [Outcome.OK]
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 def test_a_shortage_of_the_process_does_not_forget_blocks(
     root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

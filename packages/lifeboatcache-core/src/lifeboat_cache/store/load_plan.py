@@ -27,7 +27,7 @@ __all__ = ["LoadPlan", "Places", "chunk_bytes", "runs_of", "same_shape", "ways"]
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
 #: What this process lacks for a moment; it says nothing about the file.
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
 
 #: In place of a file's number: there is none any more, or none just now.
 _UNUSABLE, _LATER = -1, -2
