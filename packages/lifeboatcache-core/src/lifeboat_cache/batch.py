@@ -111,6 +111,18 @@ class BlockBuffers:
         sizes: _I64 = total[self.starts[1:]] - total[self.starts[:-1]]
         return sizes
 
+    def window(self, first: int, last: int) -> BlockBuffers:
+        """The blocks ``first:last``; their memory stays with ``owner``."""
+        starts = self.starts[first : last + 1]
+        pieces = slice(int(starts[0]), int(starts[-1]))
+        return BlockBuffers(
+            self.addresses[pieces],
+            self.lengths[pieces],
+            starts - starts[0],
+            self.owner,
+            self.writable,
+        )
+
     def pieces(self, block: int) -> list[memoryview]:
         """Views of one block's pieces. They are valid only while ``owner`` lives."""
         out = []
@@ -176,3 +188,20 @@ class BlockBatch:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def window(self, first: int, last: int) -> BlockBatch:
+        """The blocks ``first:last``."""
+
+        def part(values: Sequence[int] | None) -> Sequence[int] | None:
+            return None if values is None else values[first:last]
+
+        return BlockBatch(
+            self.keys[first:last],
+            self.buffers.window(first, last),
+            self.layout,
+            part(self.positions),
+            part(self.groups),
+            part(self.families),
+            part(self.parents),
+            self.salt,
+        )

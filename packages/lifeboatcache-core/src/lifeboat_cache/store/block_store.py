@@ -41,7 +41,7 @@ from lifeboat_cache.store.records import (
     void,
 )
 from lifeboat_cache.store.store_plan import Written, plan_store
-from lifeboat_cache.targets.base import Place, Target, TargetReader, TargetWriter
+from lifeboat_cache.targets.base import OpenFile, Place, Target, TargetReader, TargetWriter
 
 __all__ = ["BlockStore", "State"]
 
@@ -52,6 +52,11 @@ _TAIL_S = 2.0
 
 #: How often accesses are written down, in seconds.
 _ACCESS_S = 20.0
+
+#: So many blocks of a job are planned at a time. numpy lets go of the interpreter for arrays
+#: of more than 500 elements, and beside an engine that computes in Python it costs up to
+#: 5 ms to win it back, each time.
+_WINDOW = 448
 
 #: Recovery waits so many seconds for compiled kernels to be loaded.
 _KERNELS_S = 1.0
@@ -339,7 +344,7 @@ class BlockStore:
             job.outcomes[:] = refusal
             self._finish(job, 0)
         else:
-            self._executor.plan("store", partial(self._start, job, size))
+            self._executor.plan("store", partial(self._start, job, size, size))
         return job
 
     def load(self, batch: BlockBatch, on_done: Callable[[Job], None] | None = None) -> Job:
@@ -360,7 +365,8 @@ class BlockStore:
             job.outcomes[:] = Outcome.MISSING
             self._finish(job, 0)
         else:
-            self._executor.plan("load", partial(self._start, job, 0))
+            size = int(batch.buffers.sizes().sum())
+            self._executor.plan("load", partial(self._start, job, 0, size))
         return job
 
     def poll(self) -> list[Job]:
@@ -523,18 +529,25 @@ class BlockStore:
         if interrupted is not None:
             raise interrupted
 
-    def _start(self, job: Job, size: int) -> None:
+    def _start(self, job: Job, reserved: int, size: int) -> None:
         """Cut a job into tasks and run them."""
+        batch = job.batch
+        plan = self._plan_store if job.kind == "store" else partial(self._plan_load, {})
+        part_bytes = self._executor.part_bytes(size)
         try:
-            for tasks in self._plan_store(job) if job.kind == "store" else self._plan_load(job):
-                job.add_parts(len(tasks))
-                for task in tasks:
-                    task.job = (job, size)
-                self._executor.submit(tasks)
+            for first in range(0, len(batch), _WINDOW):
+                last = min(first + _WINDOW, len(batch))
+                window = batch if last - first == len(batch) else batch.window(first, last)
+                for tasks in plan(window, job.outcomes[first:last], part_bytes):
+                    job.add_parts(len(tasks))
+                    for task in tasks:
+                        task.blocks += first
+                        task.job = (job, reserved)
+                    self._executor.submit(tasks)
         except Exception:  # a fault of ours: the rest fails, the engine goes on
             _log.exception("LifeboatCache: planning a job failed; please report this")
             job.outcomes[job.outcomes == Outcome.PENDING] = Outcome.FAILED
-        self._finish(job, size)
+        self._finish(job, reserved)
 
     def _finish_tasks(self, tasks: list[IoTask]) -> None:
         """Take finished tasks of one kind, whatever has become of them."""
@@ -589,17 +602,18 @@ class BlockStore:
 
     # Storing ----------------------------------------------------------------
 
-    def _plan_store(self, job: Job) -> Iterator[list[IoTask]]:
+    def _plan_store(
+        self, batch: BlockBatch, outcomes: npt.NDArray[np.uint8], part_bytes: int
+    ) -> Iterator[list[IoTask]]:
         """Leave out what is there, give the rest room and cut it into tasks."""
-        batch = job.batch
         keys = self._index.as_keys(batch.keys)
         found = self._index.gather(keys)
         sizes = batch.buffers.sizes()
         same = found.found & same_shape(found, sizes, batch.layout)
-        job.outcomes[same] = Outcome.PRESENT
+        outcomes[same] = Outcome.PRESENT
         large = sizes > MOST_BYTES
         if large.any():
-            job.outcomes[large] = Outcome.FAILED
+            outcomes[large] = Outcome.FAILED
             self._say_large(int(sizes.max()))
         # Nobody who uses this layout could ever load what is there: replace it.
         doomed: list[Record] = []
@@ -607,30 +621,30 @@ class BlockStore:
             key = batch.keys[number]
             with self._lock:
                 if self._pins.get(key, 0):
-                    job.outcomes[number] = Outcome.MISMATCH
+                    outcomes[number] = Outcome.MISMATCH
                 else:
                     doomed += self._index.take(key)
         if doomed:
             self._bury(doomed)
-        wanted = np.flatnonzero(job.outcomes == Outcome.PENDING)
+        wanted = np.flatnonzero(outcomes == Outcome.PENDING)
         if not wanted.shape[0]:
             return
         writer = self._start_writer()
         if writer is None:
-            job.outcomes[wanted] = Outcome.FAILED
+            outcomes[wanted] = Outcome.FAILED
             return
         if self._binding is None:
             raise RuntimeError("a store was planned before the namespace was known")
-        for blocks, outcomes, tasks in plan_store(
+        for blocks, answers, tasks in plan_store(
             batch,
             keys,
             wanted,
             writer,
             self._binding,
             preferred_algorithm(self._integrity_key),
-            self._executor.part_bytes(int(sizes[wanted].sum())),
+            part_bytes,
         ):
-            job.outcomes[blocks] = outcomes
+            outcomes[blocks] = answers
             yield tasks
 
     def _finish_stores(self, tasks: list[IoTask]) -> None:
@@ -680,19 +694,23 @@ class BlockStore:
 
     # Loading ----------------------------------------------------------------
 
-    def _plan_load(self, job: Job) -> Iterator[list[IoTask]]:
+    def _plan_load(
+        self,
+        opened: dict[tuple[bytes, int], OpenFile],
+        batch: BlockBatch,
+        outcomes: npt.NDArray[np.uint8],
+        part_bytes: int,
+    ) -> Iterator[list[IoTask]]:
         """Find the records and cut them into tasks, in the order of their places."""
         reader, binding = self._reader, self._binding
         if reader is None or binding is None:
             raise RuntimeError("a load was planned before the namespace was known")
-        batch = job.batch
         keys = self._index.as_keys(batch.keys)
-        plan = LoadPlan(batch, keys, self._index, reader, binding)
-        job.outcomes[:] = plan.outcomes
+        plan = LoadPlan(batch, keys, self._index, reader, binding, opened)
+        outcomes[:] = plan.outcomes
         if plan.lost.shape[0]:
             self._forget(plan.lost_places, plan.outcomes[plan.lost])
-        size = int(batch.buffers.sizes().sum())
-        yield from plan.tasks(self._executor.part_bytes(size))
+        yield from plan.tasks(part_bytes)
 
     def _finish_loads(self, tasks: list[IoTask]) -> None:
         """Deal with what was not read, or is not what it should be."""
@@ -833,7 +851,7 @@ class BlockStore:
                     self._state = State.RECOVERING
             for job in waiting:
                 size = int(job.batch.buffers.sizes().sum())
-                self._executor.plan("store", partial(self._start, job, size))
+                self._executor.plan("store", partial(self._start, job, size, size))
             return True
         self._disable(
             "no storage target is usable (" + ("; ".join(skipped) or "none is configured") + "): "

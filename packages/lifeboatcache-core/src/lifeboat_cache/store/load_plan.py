@@ -59,6 +59,8 @@ class LoadPlan:
         What is to be loaded; the keys as uint8 ``(n, 32)``.
     index, reader, binding
         Where it may be.
+    opened
+        Files that the job has opened before, by writer and segment; more are added.
 
     Attributes
     ----------
@@ -75,6 +77,7 @@ class LoadPlan:
         index: Index,
         reader: TargetReader,
         binding: Binding,
+        opened: dict[tuple[bytes, int], OpenFile],
     ) -> None:
         self._batch, self._keys, self._binding = batch, keys, binding
         self._found = found = index.gather(keys)
@@ -86,7 +89,7 @@ class LoadPlan:
         wanted = np.flatnonzero(fits)
         order = np.lexsort((found.offset[wanted], found.segment[wanted], found.writer[wanted]))
         wanted = wanted[order]
-        self._files, which = _open_files(found, wanted, index, reader, self.outcomes)
+        self._files, which = _open_files(found, wanted, index, reader, self.outcomes, opened)
         usable = which >= 0
         self.lost = wanted[which == _UNUSABLE]
         self.lost_places = _places(keys, found, self.lost)
@@ -99,7 +102,7 @@ class LoadPlan:
             wanted, which = self._wanted[first:last], self._which[first:last]
             algorithms = self._found.algorithm[wanted]
             tasks: list[IoTask] = []
-            for algorithm in np.unique(algorithms).tolist():
+            for algorithm in sorted(set(algorithms.tolist())):
                 mine = algorithms == algorithm
                 tasks += _reads(
                     self._batch,
@@ -137,6 +140,7 @@ def _open_files(
     index: Index,
     reader: TargetReader,
     outcomes: npt.NDArray[np.uint8],
+    opened: dict[tuple[bytes, int], OpenFile],
 ) -> tuple[list[OpenFile], npt.NDArray[np.int64]]:
     """Open files, and for each wanted block its file's number, ``_UNUSABLE`` or ``_LATER``."""
     files: list[OpenFile] = []
@@ -147,8 +151,10 @@ def _open_files(
     changes = (writers[1:] != writers[:-1]) | (segments[1:] != segments[:-1])
     starts = np.flatnonzero(np.concatenate(([True], changes))).tolist()
     for first, last in zip(starts, [*starts[1:], wanted.shape[0]], strict=True):
+        place = index.writer_id(int(writers[first])), int(segments[first])
         try:
-            file = reader.open_segment(index.writer_id(int(writers[first])), int(segments[first]))
+            # Each look at a file lets go of the interpreter.
+            file = opened[place] if place in opened else reader.open_segment(*place)
         except NewerFormatError:  # not ours to judge
             outcomes[wanted[first:last]] = Outcome.MISSING
         except FormatError:
@@ -159,6 +165,7 @@ def _open_files(
             if exc.errno in _SHORTAGES:
                 which[first:last] = _LATER
         else:
+            opened[place] = file
             which[first:last] = len(files)
             files.append(file)
     return files, which
