@@ -775,3 +775,18 @@ def test_failed_repair_is_said(
     assert "free space" in report.faults[0].remedy
     monkeypatch.undo()
     repaired(root, "record-corrupt")
+
+
+def test_writers_that_died_before_there_was_a_document(root: Path, namespace: Namespace) -> None:
+    FilesystemTarget(root).probe()
+    directory = root / namespace.directory
+    directory.mkdir()
+    for number in range(2):
+        writer = bytes([number]) * 16
+        header = FileHeader(MAGIC_JOURNAL, namespace.digest, writer, 0, 1).pack()
+        (directory / f"{writer.hex()}.journal").write_bytes(header)
+        (directory / f"{writer.hex()}.lock").write_text("{}")
+    report = check(root)
+    assert report.status == "ok"
+    (directory / f"{(b'x' * 16).hex()}.00000000.segment").write_bytes(bytes(HEADER_BYTES))
+    assert check(root).status == "faulty"

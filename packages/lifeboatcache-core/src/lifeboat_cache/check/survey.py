@@ -261,8 +261,12 @@ def _check_document(survey: Survey, known: Callable[[str], Namespace | None]) ->
         text: bytes | None = read_document(path)
     except FileNotFoundError:
         text = None
-        if not survey.writers or any(writer.alive for writer in survey.writers):
-            return  # nothing that needs it, or a writer that is just starting
+        stored = any(
+            name.kind == "segment" for writer in survey.writers for name in writer.files.values()
+        )
+        if not stored or any(writer.alive for writer in survey.writers):
+            # Nothing that needs it, or a writer that is just starting, or died so.
+            return
     except OSError as error:
         detail = f"it cannot be read ({error.strerror})"
         remedy = "check the disk and the permissions"
