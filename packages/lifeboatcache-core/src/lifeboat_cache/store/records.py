@@ -20,7 +20,6 @@ __all__ = [
     "MOST_BYTES",
     "Record",
     "access_entries",
-    "fits",
     "readable",
     "record_entries",
     "servable",
@@ -87,15 +86,6 @@ def void(table: npt.NDArray[np.uint8]) -> npt.NDArray[np.void]:
     width = table.shape[1]
     rows: npt.NDArray[np.void] = np.ascontiguousarray(table).view(f"V{width}").reshape(-1)
     return rows
-
-
-def fits(entry: Any, size: int, layout: int) -> bool:
-    """Whether a record can be loaded into ``size`` bytes of the caller's layout."""
-    return (
-        int(entry["raw_length"]) == size
-        and int(entry["stored_length"]) == size
-        and int(entry["layout"]) == layout
-    )
 
 
 def readable(entries: Entries) -> npt.NDArray[np.bool_]:
