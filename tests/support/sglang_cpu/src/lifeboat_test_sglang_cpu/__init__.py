@@ -1,0 +1,1 @@
+"""Test only: SGLang's hierarchical cache on a machine without an accelerator."""

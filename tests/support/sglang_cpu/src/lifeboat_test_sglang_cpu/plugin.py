@@ -1,0 +1,41 @@
+"""The ``sglang.srt.plugins`` entry point that makes host pools work without an accelerator.
+
+SGLang pins the memory of its host pools with CUDA and copies between device and host
+with compiled kernels. Radix tree, cache controller, host pools and storage are the same
+code as on a GPU, so with plain memory and plain copies in their place tests exercise
+all of them.
+"""
+
+import os
+from typing import Any
+
+__all__ = ["register"]
+
+_registered = False
+
+
+def register() -> None:
+    """Patch this process; does nothing off the CPU engine or the second time."""
+    global _registered
+    if _registered or os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+        return
+    _registered = True
+    from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
+
+    from lifeboat_test_sglang_cpu import copies
+
+    common._cuda_host_register = lambda *_args, **_kwargs: None
+    for module in (mha, mla, mamba):
+        for name in copies.__all__:
+            setattr(module, name, getattr(copies, name))
+    for pool in (mha.MHATokenToKVPoolHost, mla.MLATokenToKVPoolHost, mamba.MambaPoolHost):
+        _never_pin(pool)
+
+
+def _never_pin(pool: Any) -> None:
+    build = pool.__init__
+
+    def build_unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **{**kwargs, "pin_memory": False})
+
+    pool.__init__ = build_unpinned
