@@ -22,7 +22,21 @@ def _wheels() -> _Wheels:
             ["lifeboatcache-core~=1.2.0"],
             ["lifeboat_cache/integrations/vllm_tier.py", "lifeboat_vllm_entry.py"],
         ),
-        "lifeboatcache": ("0.1.0", ["lifeboatcache-core~=1.2.3", "lifeboatcache-vllm~=0.4.0"], []),
+        "lifeboatcache-sglang": (
+            "0.3.1",
+            ["lifeboatcache-core~=1.2.0"],
+            ["lifeboat_cache/integrations/sglang_backend.py", "lifeboat_sglang_entry.py"],
+        ),
+        "lifeboatcache": (
+            "0.1.0",
+            [
+                "lifeboatcache-core~=1.2.3",
+                "lifeboatcache-sglang~=0.3.0",
+                "lifeboatcache-vllm~=0.4.0",
+                'lifeboatcache-sglang~=0.3.0; extra == "sglang"',
+            ],
+            [],
+        ),
     }
 
 

@@ -60,7 +60,11 @@ def smoke_test(wheels: list[Path]) -> None:
     checks: list[list[str | Path]] = [
         [python, "-m", "pip", "check", "--disable-pip-version-check"],
         [python.with_name("lifeboat-cache"), "--version"],
-        [python, "-c", f"import lifeboat_entry, lifeboat_vllm_entry\n{_USE}"],
+        [
+            python,
+            "-c",
+            f"import lifeboat_entry, lifeboat_sglang_entry, lifeboat_vllm_entry\n{_USE}",
+        ],
     ]
     for check in checks:
         note("in a clean environment: " + " ".join(str(part) for part in check).split("\n")[0])

@@ -8,7 +8,12 @@ __all__ = ["DISTRIBUTIONS", "ROOT", "SUPPORT", "dev_home"]
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 #: Distributions in the order in which they depend on each other.
-DISTRIBUTIONS = ("lifeboatcache-core", "lifeboatcache-vllm", "lifeboatcache")
+DISTRIBUTIONS = (
+    "lifeboatcache-core",
+    "lifeboatcache-vllm",
+    "lifeboatcache-sglang",
+    "lifeboatcache",
+)
 
 
 def dev_home() -> Path:

@@ -15,13 +15,20 @@ def _project(directory: Path) -> dict[str, Any]:
 def test_bare_install_brings_core_and_the_adapters() -> None:
     dependencies = _project(_PACKAGE)["project"]["dependencies"]
     names = {dependency.partition("~=")[0] for dependency in dependencies}
-    assert names == {"lifeboatcache-core", "lifeboatcache-vllm"}
+    assert names == {"lifeboatcache-core", "lifeboatcache-sglang", "lifeboatcache-vllm"}
 
 
 def test_what_it_brings_is_in_this_tree() -> None:
     for dependency in _project(_PACKAGE)["project"]["dependencies"]:
         name = dependency.partition("~=")[0]
         assert _project(_PACKAGE.parent / name)["project"]["name"] == name
+
+
+def test_an_extra_brings_nothing_that_is_not_in_this_tree() -> None:
+    extras = _project(_PACKAGE)["project"]["optional-dependencies"]
+    assert set(extras) == {"sglang"}
+    bare = set(_project(_PACKAGE)["project"]["dependencies"])
+    assert {dependency for wanted in extras.values() for dependency in wanted} <= bare
 
 
 def test_it_holds_no_code() -> None:

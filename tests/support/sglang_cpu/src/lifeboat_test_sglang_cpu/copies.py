@@ -20,7 +20,7 @@ def transfer_kv_direct(
     dst_layers: Sequence[Any],
     src_indices: Any,
     dst_indices: Any,
-    page_size: int,  # noqa: ARG001
+    page_size: int,
 ) -> None:
     """Copy tokens between tensors of one layout, ``(tokens, ...)`` each."""
     source, target = src_indices.long(), dst_indices.long()
