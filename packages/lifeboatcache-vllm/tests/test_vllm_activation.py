@@ -18,13 +18,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
 from lifeboat_cache.config import load_config
+from lifeboat_cache.engines.places import places_reason
+from lifeboat_cache.engines.switch import is_enabled
 from lifeboat_cache.integrations import (
     vllm_activation,
     vllm_memory,
-    vllm_places,
     vllm_plugin,
 )
-from lifeboat_cache.integrations.vllm_switch import is_enabled
 from lifeboat_cache.registry import processes
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
@@ -276,7 +276,7 @@ def test_a_place_that_hangs_does_not_hold_the_launch(
 ) -> None:
     released = threading.Event()
     monkeypatch.setattr(FilesystemTarget, "probe", lambda _self: released.wait(60))
-    reason = vllm_places.places_reason(load_config().config, patience_s=0.01)
+    reason = places_reason(load_config().config, patience_s=0.01)
     released.set()
     assert reason is not None
     assert "has not answered" in reason

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lifeboat_cache.config import load_config
+from lifeboat_cache.engines.places import places_reason
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations.vllm_handover import CHUNK_TOKENS_KEY
 from lifeboat_cache.integrations.vllm_identity import standdown_reason
 from lifeboat_cache.integrations.vllm_memory import available_memory, size_cpu_tier
-from lifeboat_cache.integrations.vllm_places import places_reason
 
 __all__ = ["TIER_MODULE", "TIER_TYPE", "install"]
 

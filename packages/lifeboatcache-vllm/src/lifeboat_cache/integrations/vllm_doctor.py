@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.doctor import Check, DoctorContext
+from lifeboat_cache.engines.switch import is_enabled
 from lifeboat_cache.integrations.vllm_memory import available_memory, size_cpu_tier
-from lifeboat_cache.integrations.vllm_switch import is_enabled
 from lifeboat_cache.integrations.vllm_versions import describe_tested, is_tested
 
 __all__ = [

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from lifeboat_cache.integrations.vllm_import_hook import when_imported
-from lifeboat_cache.integrations.vllm_switch import is_enabled
+from lifeboat_cache.engines.import_hook import when_imported
+from lifeboat_cache.engines.switch import is_enabled
 
 __all__ = ["register", "registered", "set_platform_check"]
 

@@ -34,9 +34,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.engines.guard import guarded
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.integrations import vllm_epoch, vllm_lora
-from lifeboat_cache.integrations.vllm_guard import guarded
 from lifeboat_cache.integrations.vllm_handover import engine_config
 from lifeboat_cache.integrations.vllm_lora import EngineAdapters
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics

@@ -1,4 +1,4 @@
-"""The switch: ``LIFEBOAT_CACHE``. Imports nothing, since every process of vLLM asks."""
+"""The switch: ``LIFEBOAT_CACHE``. Imports nothing, since every process of an engine asks."""
 
 from __future__ import annotations
 

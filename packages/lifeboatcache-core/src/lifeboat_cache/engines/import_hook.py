@@ -1,6 +1,6 @@
 """Does something once a module has been imported, without importing it.
 
-vLLM loads plugins in every process, and most of them never need what ours watches:
+Engines load plugins in every process, and most of them never need what ours watches:
 importing it there would cost each of them up to seconds.
 """
 

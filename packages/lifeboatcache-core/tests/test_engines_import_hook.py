@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lifeboat_cache.integrations.vllm_import_hook import when_imported
+from lifeboat_cache.engines.import_hook import when_imported
 
 NAMES = ("lifeboat_watched", "lifeboat_watched.inner")
 
