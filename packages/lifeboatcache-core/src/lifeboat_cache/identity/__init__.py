@@ -11,6 +11,7 @@ from lifeboat_cache.identity.checkpoint_files import (
 )
 from lifeboat_cache.identity.hub_cache import hub_cache_dir, resolve_model_dir
 from lifeboat_cache.identity.jsonable import jsonable, qualified_name
+from lifeboat_cache.identity.model_config import effective_config, length_matters
 from lifeboat_cache.identity.sampling import FingerprintStoppedError
 from lifeboat_cache.identity.side_files import (
     PROCESSOR_FILES,
@@ -34,8 +35,10 @@ __all__ = [
     "checkpoint_files",
     "digest_code",
     "digest_files",
+    "effective_config",
     "hub_cache_dir",
     "jsonable",
+    "length_matters",
     "process_start_time",
     "qualified_name",
     "resolve_model_dir",
