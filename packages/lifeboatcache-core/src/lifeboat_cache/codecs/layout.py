@@ -117,9 +117,7 @@ class TensorLayout:
         out: npt.NDArray[np.uint8] = payload[at].reshape(self.tokens, self.heads, width)
         return out
 
-    def scatter(
-        self, vectors: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint8]
-    ) -> None:
+    def scatter(self, vectors: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint8]) -> None:
         """Put what :meth:`gather` gave into a payload (uint8, 1-D)."""
         width = self.dim * self.item_bytes
         at = self.starts()[..., None] + np.arange(width, dtype=np.int64)

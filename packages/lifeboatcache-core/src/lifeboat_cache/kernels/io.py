@@ -13,6 +13,7 @@ import numpy as np
 
 from lifeboat_cache.kernels import io_layout as L  # noqa: N812
 from lifeboat_cache.kernels import raw, xxh3
+from lifeboat_cache.kernels.coders import decode_block, encode_block
 from lifeboat_cache.kernels.jit import helper, inline, native
 from lifeboat_cache.kernels.libc import (
     errno,
@@ -49,6 +50,7 @@ _PADDING = 160
 # Numbers of Linux, the same on every architecture that numba compiles for.
 _ENOENT = 2
 _EINTR = 4
+_EIO = 5
 _EAGAIN = 11
 _EINVAL = 22
 _ENOSPC = 28
@@ -223,17 +225,103 @@ def _bounce_read(
             return block, np.int64(0)  # the end of the file
 
 
+@inline
+def _whole_pages(size: Any) -> Any:
+    return (size + _PAGE - 1) // _PAGE * _PAGE
+
+
+@helper
+def _sum_up_stored(task: Any, block: Any, state: Any, stored: Any) -> Any:
+    """Put a block whose stored bytes lie at an address into its checksum."""
+    _begin(task, block, state)
+    xxh3.update(state, stored, words_at(task[L.TASK_LENGTHS])[block])
+
+
+@helper
+def _restore(task: Any, block: Any, stored: Any, work: Any, sums: Any) -> Any:
+    """Verify a block whose stored bytes lie at an address; only then touch the caller's memory."""
+    outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    state = raw.stack(STATE_BYTES)
+    _sum_up_stored(task, block, state, stored)
+    _judge(task, block, state, sums)
+    if outcomes[block] != _OK:
+        return
+    whole = decode_block(
+        task[L.TASK_ROWS],
+        task[L.TASK_ROW_COUNT],
+        task[L.TASK_IOV] + 16 * words_at(task[L.TASK_STARTS])[block],
+        task[L.TASK_WHICH],
+        task[L.TASK_WITHIN],
+        stored,
+        words_at(task[L.TASK_LENGTHS])[block],
+        work,
+    )
+    if whole != 1:
+        outcomes[block] = _CORRUPT
+
+
+@helper
+def _coded_read(
+    task: Any, fd: Any, first: Any, last: Any, scratch: Any, room: Any, work: Any, sums: Any
+) -> Any:
+    """Read stored blocks whole, verify them and restore them; see :func:`_scatter_read`."""
+    offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
+    block = first
+    while block < last:
+        begin = offsets[block]
+        end, size = block, np.int64(0)
+        while end < last:
+            stop = offsets[end] + _whole_pages(lengths[end]) - begin
+            if stop > room or (end > block and stop > task[L.TASK_CHUNK]):
+                break
+            size = stop
+            end += 1
+        if end == block:
+            return block, np.int64(_EIO)  # the planner knows the room there is
+        got, error = np.int64(0), np.int64(0)
+        while got < size:
+            moved = pread(fd, scratch + got, np.uint64(size - got), begin + got)
+            if moved < 0:
+                error = np.int64(errno())
+                if error == _EINTR:
+                    error = np.int64(0)
+                    continue
+                if error == _EINVAL and got > 0:
+                    # O_DIRECT at the end of a file that was cut at an odd length.
+                    error = np.int64(0)
+                break
+            got += moved
+            if moved == 0 or got % _PAGE != 0:
+                break  # the end of the file
+        while block < end and offsets[block] - begin + lengths[block] <= got:
+            _restore(task, block, scratch + (offsets[block] - begin), work, sums)
+            block += 1
+        if block < end:
+            return block, error
+    return block, np.int64(0)
+
+
 @helper
 def _read_blocks(
-    task: Any, fd: Any, mode: Any, first: Any, last: Any, scratch: Any, room: Any, sums: Any
+    task: Any,
+    fd: Any,
+    mode: Any,
+    first: Any,
+    last: Any,
+    scratch: Any,
+    room: Any,
+    work: Any,
+    sums: Any,
 ) -> Any:
+    if task[L.TASK_ROWS] != 0:
+        return _coded_read(task, fd, first, last, scratch, room, work, sums)
     if mode == L.BOUNCE:
         return _bounce_read(task, fd, first, last, scratch, room, sums)
     return _scatter_read(task, fd, first, last, sums)
 
 
 @helper
-def _load(task: Any, scratch: Any, room: Any, sums: Any) -> Any:
+def _load(task: Any, scratch: Any, room: Any, work: Any, sums: Any) -> Any:
     runs = words_at(task[L.TASK_RUN_TABLE])
     outcomes = bytes_at(task[L.TASK_OUTCOMES])
     for run in range(task[L.TASK_RUNS]):
@@ -241,7 +329,7 @@ def _load(task: Any, scratch: Any, room: Any, sums: Any) -> Any:
         mode = runs[L.RUN_COLUMNS * run + 1]
         first = runs[L.RUN_COLUMNS * run + 2]
         last = first + runs[L.RUN_COLUMNS * run + 3]
-        block, error = _read_blocks(task, fd, mode, first, last, scratch, room, sums)
+        block, error = _read_blocks(task, fd, mode, first, last, scratch, room, work, sums)
         if error != 0 and task[L.TASK_ERRNO] == 0:
             task[L.TASK_ERRNO] = error
         gone = error in (0, _ENOENT, _ESTALE)
@@ -251,7 +339,7 @@ def _load(task: Any, scratch: Any, room: Any, sums: Any) -> Any:
                 block += 1
         # One bad sector must not cost its neighbours.
         while block < last:
-            done, error = _read_blocks(task, fd, mode, block, block + 1, scratch, room, sums)
+            done, error = _read_blocks(task, fd, mode, block, block + 1, scratch, room, work, sums)
             if done == block:
                 gone = error in (0, _ENOENT, _ESTALE)
                 outcomes[block] = _MISSING if gone else _FAILED
@@ -284,7 +372,7 @@ def _scatter_write(task: Any, fd: Any, first: Any, last: Any) -> Any:
         if error != 0:
             return error
         if moved == 0:
-            return np.int64(5)  # EIO: no progress
+            return np.int64(_EIO)  # no progress
         position += moved
         left = moved + skip
         while piece < end and left >= iov[2 * piece + 1]:
@@ -304,7 +392,7 @@ def _write_all(fd: Any, address: Any, size: Any, position: Any) -> Any:
                 continue
             return error
         if moved == 0:
-            return np.int64(5)
+            return np.int64(_EIO)
         address += moved
         position += moved
         size -= moved
@@ -347,6 +435,113 @@ def _bounce_write(task: Any, fd: Any, first: Any, last: Any, scratch: Any, room:
 
 
 @helper
+def _encode_into(task: Any, block: Any, stored: Any, room: Any, work: Any) -> Any:
+    """Store a block in memory, filled with zeros to whole pages; returns its length or -1."""
+    size = encode_block(
+        task[L.TASK_ROWS],
+        task[L.TASK_ROW_COUNT],
+        task[L.TASK_IOV] + 16 * words_at(task[L.TASK_STARTS])[block],
+        task[L.TASK_WHICH],
+        task[L.TASK_WITHIN],
+        stored,
+        room,
+        work,
+    )
+    if size >= 0:
+        memset(stored + size, np.int32(0), np.uint64(_whole_pages(size) - size))
+    return size
+
+
+@helper
+def _encode(task: Any, work: Any) -> Any:
+    """Store all blocks of a task in memory."""
+    places, sizes = words_at(task[L.TASK_PLACES]), words_at(task[L.TASK_SIZES])
+    runs, outcomes = words_at(task[L.TASK_RUN_TABLE]), bytes_at(task[L.TASK_OUTCOMES])
+    for block in range(runs[2], runs[2] + runs[3]):
+        room = places[block + 1] - places[block]
+        sizes[block] = _encode_into(task, block, task[L.TASK_STAGING] + places[block], room, work)
+        outcomes[block] = _OK if sizes[block] >= 0 else _FAILED
+
+
+@helper
+def _fill(
+    task: Any,
+    block: Any,
+    last: Any,
+    single: Any,
+    scratch: Any,
+    room: Any,
+    work: Any,
+) -> Any:
+    """Store blocks in the aligned buffer while it has room for them; returns the block after.
+
+    What cannot be stored is ``FAILED``, and its place is left as it is.
+    """
+    offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
+    outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    state = raw.stack(STATE_BYTES)
+    begin, end, filled = offsets[block], block, np.int64(0)
+    while end < last:
+        at = offsets[end] - begin
+        stop = at + _whole_pages(lengths[end])
+        if stop > room or (end > block and (single or stop > task[L.TASK_CHUNK])):
+            break
+        memset(scratch + filled, np.int32(0), np.uint64(at - filled))
+        if _encode_into(task, end, scratch + at, lengths[end], work) != lengths[end]:
+            outcomes[end] = _FAILED
+            memset(scratch + at, np.int32(0), np.uint64(stop - at))
+        else:
+            _sum_up_stored(task, end, state, scratch + at)
+            low, high = xxh3.finish(state)
+            xxh3.store_digest(np.uint64(task[L.TASK_CHECKSUMS] + end * _CHECKSUM), low, high)
+        filled = stop
+        end += 1
+    return end, filled
+
+
+@helper
+def _coded_store(task: Any, scratch: Any, room: Any, work: Any) -> Any:
+    """Store blocks through their coders, of which the length is known, and write them."""
+    runs, offsets = words_at(task[L.TASK_RUN_TABLE]), words_at(task[L.TASK_OFFSETS])
+    outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    for run in range(task[L.TASK_RUNS]):
+        fd = np.int32(runs[L.RUN_COLUMNS * run])
+        block = runs[L.RUN_COLUMNS * run + 2]
+        last = block + runs[L.RUN_COLUMNS * run + 3]
+        error = np.int64(0)
+        single = False
+        while block < last and error == 0:
+            end, filled = _fill(task, block, last, single, scratch, room, work)
+            if end == block:
+                error = np.int64(_EIO)  # the planner knows the room there is
+                break
+            error = _write_all(fd, scratch, filled, offsets[block])
+            if error == 0:
+                for done in range(block, end):
+                    if outcomes[done] != _FAILED:
+                        outcomes[done] = _OK
+                block = end
+            elif error in (_ENOSPC, _EDQUOT) and not single and end > block + 1:
+                # What there is room for is kept.
+                single = True
+                error = np.int64(0)
+        _say_lost(task, block, last, error)
+
+
+@helper
+def _say_lost(task: Any, block: Any, last: Any, error: Any) -> Any:
+    """Set the outcomes of blocks that an error has kept from being written."""
+    if error == 0:
+        return
+    outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    if task[L.TASK_ERRNO] == 0:
+        task[L.TASK_ERRNO] = error
+    full = error in (_ENOSPC, _EDQUOT)
+    for lost in range(block, last):
+        outcomes[lost] = _RESERVE if full else _FAILED
+
+
+@helper
 def _store(task: Any, scratch: Any, room: Any) -> Any:
     runs = words_at(task[L.TASK_RUN_TABLE])
     lengths = words_at(task[L.TASK_LENGTHS])
@@ -378,12 +573,7 @@ def _store(task: Any, scratch: Any, room: Any) -> Any:
                 # What there is room for is kept.
                 single = True
                 error = np.int64(0)
-        if error != 0:
-            if task[L.TASK_ERRNO] == 0:
-                task[L.TASK_ERRNO] = error
-            full = error in (_ENOSPC, _EDQUOT)
-            for lost in range(block, last):
-                outcomes[lost] = _RESERVE if full else _FAILED
+        _say_lost(task, block, last, error)
 
 
 @helper
@@ -413,6 +603,21 @@ def _take(context: Any, waits: Any) -> Any:
                 return words_at(taken)[0], lane
 
 
+@helper
+def _work(task: Any, own: Any, sums: Any) -> Any:
+    scratch, room, work = own[L.THREAD_SCRATCH], own[L.THREAD_ROOM], own[L.THREAD_WORK]
+    if task[L.TASK_ROWS] == 0:  # copies stay in the cache
+        room = min(room, np.int64(L.BOUNCE_BYTES))
+    if task[L.TASK_OP] == L.OP_LOAD:
+        _load(task, scratch, room, work, sums)
+    elif task[L.TASK_OP] == L.OP_ENCODE:
+        _encode(task, work)
+    elif task[L.TASK_ROWS] != 0:
+        _coded_store(task, scratch, room, work)
+    else:
+        _store(task, scratch, room)
+
+
 @native("int64(int64)")
 def io_thread(context: Any) -> Any:
     """Work through tasks until a 0 comes.
@@ -431,10 +636,8 @@ def io_thread(context: Any) -> Any:
             task = words_at(address)
             if words_at(own[L.THREAD_FLAGS])[0] != 0:
                 _cancel(task)
-            elif task[L.TASK_OP] == L.OP_LOAD:
-                _load(task, own[L.THREAD_SCRATCH], own[L.THREAD_ROOM], context + 8 * L.THREAD_SUMS)
             else:
-                _store(task, own[L.THREAD_SCRATCH], own[L.THREAD_ROOM])
+                _work(task, own, context + 8 * L.THREAD_SUMS)
         words_at(answer)[0] = address
         while write(np.int32(own[L.THREAD_LOADS_DONE + lane]), answer, np.uint64(8)) != 8:
             if errno() != _EINTR:

@@ -15,11 +15,24 @@ TASK_CHECKSUMS = 8
 TASK_OUTCOMES = 9
 TASK_CHUNK = 10
 TASK_ERRNO = 11
-TASK_WORDS = 16
+#: Rows of the tensors of a block with their coders (``codec_layout.py``) and how many they
+#: are; 0: blocks are stored as they are.
+TASK_ROWS = 12
+TASK_ROW_COUNT = 13
+#: For each tensor, in which piece of its block it lies and where it begins there.
+TASK_WHICH = 14
+TASK_WITHIN = 15
+#: Of ``OP_ENCODE``: where stored blocks go, the place of each there, and their lengths.
+TASK_STAGING = 16
+TASK_PLACES = 17
+TASK_SIZES = 18
+TASK_WORDS = 24
 
 #: Values of ``TASK_OP``.
 OP_LOAD = 1
 OP_STORE = 2
+#: Store blocks in memory, to learn how long they are.
+OP_ENCODE = 3
 
 #: Columns of a run: descriptor, mode, first block, number of blocks.
 RUN_COLUMNS = 4
@@ -34,6 +47,12 @@ BOUNCE = 1
 DIRECT_CHUNK_BYTES = 4 << 20
 #: … and what is copied from memory stays in the cache until it is hashed.
 CACHED_CHUNK_BYTES = 512 << 10
+
+#: Bytes of a thread's aligned buffer: so long may a block be that goes through a coder
+#: there. It takes memory only as far as it is used …
+SCRATCH_BYTES = 16 << 20
+#: … and blocks that are stored as they are use so much of it.
+BOUNCE_BYTES = 4 << 20
 
 # The words that an I/O thread starts with.
 #: Reading ends of the pipes that tasks come from, without blocking. Loads first.
@@ -54,4 +73,6 @@ THREAD_TAKEN = 8
 THREAD_ANSWER = 9
 THREAD_POLL = 10
 THREAD_SUMS = 12
+#: Address of the coders' working memory.
+THREAD_WORK = 14
 THREAD_WORDS = 16

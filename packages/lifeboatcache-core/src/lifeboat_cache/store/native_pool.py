@@ -15,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.kernels import io_layout as layout
+from lifeboat_cache.kernels.codec_layout import SCRATCH_BYTES as CODER_BYTES
 from lifeboat_cache.store.io_task import IoTask
 
 __all__ = ["NativePool"]
 
 _log = logging.getLogger("lifeboat_cache")
-
-#: Bytes of a thread's aligned buffer. It takes memory only once it is used.
-_SCRATCH_BYTES = 4 << 20
 
 #: Tasks handed to the threads and not finished. A pipe of 64 KiB holds 8,192 addresses,
 #: so that no thread ever waits for room in one.
@@ -120,13 +118,16 @@ class NativePool:
         """Lay out what each thread starts with."""
         storing = max(1, count // 2)
         for number in range(count):
-            scratch = np.frombuffer(mmap.mmap(-1, _SCRATCH_BYTES), dtype=np.uint8)
+            # The coders' working memory lies behind the buffer.
+            both = layout.SCRATCH_BYTES + CODER_BYTES
+            scratch = np.frombuffer(mmap.mmap(-1, both), dtype=np.uint8)
             context = np.zeros(layout.THREAD_WORDS, dtype=np.int64)
             context[layout.THREAD_LOADS : layout.THREAD_LOADS + 2] = self._from
             context[layout.THREAD_LOADS_DONE : layout.THREAD_LOADS_DONE + 2] = self._done
             context[layout.THREAD_LANES] = 2 if number < storing else 1
             context[layout.THREAD_SCRATCH] = scratch.ctypes.data
-            context[layout.THREAD_ROOM] = _SCRATCH_BYTES
+            context[layout.THREAD_ROOM] = layout.SCRATCH_BYTES
+            context[layout.THREAD_WORK] = scratch.ctypes.data + layout.SCRATCH_BYTES
             context[layout.THREAD_FLAGS] = self._flags.ctypes.data
             self._scratch.append(scratch)
             self._contexts.append(context)

@@ -1,0 +1,151 @@
+"""Codecs by their numbers in journal entries: which coder each tensor of a block gets."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.codecs.coder import Coder
+from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
+from lifeboat_cache.kernels import codec_layout as columns
+
+__all__ = [
+    "CODECS",
+    "DENSE",
+    "EXACT",
+    "FP8",
+    "LBQ2",
+    "LBQ3",
+    "LBQ4",
+    "LOSSLESS",
+    "RAW",
+    "CodedLayout",
+    "coded_layout",
+    "coder",
+]
+
+RAW = 0
+LOSSLESS = 1
+DENSE = 2
+FP8 = 3
+LBQ4 = 4
+LBQ3 = 5
+LBQ2 = 6
+
+#: Names of the codecs by their numbers. A number never changes its meaning: what a codec
+#: stores differently gets another number.
+CODECS: dict[int, str] = {
+    RAW: "raw",
+    LOSSLESS: "lossless",
+    DENSE: "dense",
+    FP8: "fp8",
+    LBQ4: "lbq4",
+    LBQ3: "lbq3",
+    LBQ2: "lbq2",
+}
+
+#: Codecs that give back the bytes that they got.
+EXACT = frozenset({RAW, LOSSLESS, DENSE})
+
+_BITS = {LBQ4: 4, LBQ3: 3, LBQ2: 2}
+
+#: Modules of coders and their classes.
+_CODERS = {
+    columns.CODER_COPY: ("copying", "Copying"),
+}
+
+
+@cache
+def coder(number: int) -> Coder:
+    """The numpy twin of a coder, by its number (``CODER_*``)."""
+    module, name = _CODERS[number]
+    made = getattr(importlib.import_module(f"lifeboat_cache.codecs.{module}"), name)()
+    return cast("Coder", made)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedLayout:
+    """A layout with a codec: what each tensor of a block becomes.
+
+    Attributes
+    ----------
+    layout
+        The tensors.
+    codec
+        Number of the codec.
+    coders
+        For each tensor its coder (``CODER_*``) and bits per element (0: no choice).
+    """
+
+    layout: KVLayout
+    codec: int
+    coders: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """int64 ``(n_tensors, ROW_WORDS)``, as kernels read them."""
+        pairs = zip(self.layout.tensors, self.coders, strict=True)
+        rows = [tensor.row(number, bits) for tensor, (number, bits) in pairs]
+        return np.array(rows, dtype=np.int64).reshape(-1, columns.ROW_WORDS)
+
+    @cached_property
+    def fixed_bytes(self) -> int | None:
+        """Bytes of every stored block; ``None`` if that depends on the values."""
+        total = 0
+        for tensor, (number, bits) in zip(self.layout.tensors, self.coders, strict=True):
+            size = coder(number).fixed_bytes(tensor, bits)
+            if size is None:
+                return None
+            total += size
+        return total
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """Bytes that no stored block exceeds."""
+        pairs = zip(self.layout.tensors, self.coders, strict=True)
+        return sum(coder(number).most_bytes(tensor, bits) for tensor, (number, bits) in pairs)
+
+    def places(
+        self, lengths: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """In which piece of a block each tensor lies, and at which of its bytes it begins.
+
+        Parameters
+        ----------
+        lengths
+            int64 ``(n_pieces,)``: bytes of the pieces whose concatenation is the block.
+
+        Returns
+        -------
+        Two int64 arrays ``(n_tensors,)``, or ``None`` if a tensor lies across pieces.
+        """
+        ends = np.cumsum(lengths)
+        first = np.array([tensor.offset for tensor in self.layout.tensors], dtype=np.int64)
+        last = np.array([_end(tensor) for tensor in self.layout.tensors], dtype=np.int64)
+        which = np.searchsorted(ends, first, side="right")
+        if (which >= ends.shape[0]).any() or (last > ends[which]).any():
+            return None
+        return which, first - (ends - lengths)[which]
+
+
+def _end(tensor: TensorLayout) -> int:
+    return int(tensor.starts().max()) + tensor.dim * tensor.item_bytes
+
+
+@cache
+def coded_layout(layout: KVLayout, codec: int) -> CodedLayout:
+    """What a codec makes of a layout."""
+    last = max((tensor.layer for tensor in layout.tensors), default=0)
+    coders = tuple(_coder_for(tensor, codec, last) for tensor in layout.tensors)
+    return CodedLayout(layout, codec, coders)
+
+
+def _coder_for(tensor: TensorLayout, codec: int, last_layer: int) -> tuple[int, int]:
+    """Coder and bits of a tensor."""
+    del tensor, codec, last_layer
+    return columns.CODER_COPY, 0
