@@ -1,0 +1,25 @@
+"""A launch without LifeboatCache, shown in ``lifeboat-cache status``."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from lifeboat_cache.config.paths import home_directory
+from lifeboat_cache.registry import stands_down
+
+__all__ = ["show_stand_down"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+
+def show_stand_down(reason: str) -> None:
+    """Have ``lifeboat-cache status`` show that this engine runs without the cache."""
+    import sglang
+
+    try:
+        stands_down(
+            home_directory(os.environ), reason, engine="sglang", version=str(sglang.__version__)
+        )
+    except ValueError as exc:  # there is no home directory
+        _log.debug("LifeboatCache: the status cannot show it: %s", exc)
