@@ -527,6 +527,70 @@ def test_circles_are_refused(tmp_path: Path) -> None:
     assert "b.yaml -> " in message
 
 
+# --- compression -----------------------------------------------------------------------------
+
+
+def test_codecs_by_default(tmp_path: Path) -> None:
+    config = load(tmp_path, "").config
+    assert config.compression.ladder.local == "fp8"
+    assert config.compression.lossless_8bit == "remote"
+    assert config.engine.native_codec == "exact"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("turboquant4", "lbq4"),
+        ("turboquant3", "lbq3"),
+        ("oscar2", "lbq2"),
+        ("auto", "auto"),
+        ("dense", "dense"),
+    ],
+)
+def test_names_of_codecs(tmp_path: Path, written: str, meant: str) -> None:
+    loaded = load(tmp_path, f"compression: {{ladder: {{local: {written}}}}}")
+    assert loaded.config.compression.ladder.local == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "compression: {ladder: {local: losless}}",
+            "compression.ladder.local: there is no codec 'losless'; did you mean 'lossless'?",
+        ),
+        ("compression: {ladder: {local: turboquant}}", "did you mean 'turboquant"),
+        ("compression: {ladder: {local: gzip}}", "there is no codec 'gzip'. Allowed: raw,"),
+        ("compression: {ladder: {local: 8}}", "8 is not the name of a codec. Allowed: raw,"),
+        ("compression: {ladder: fp8}", "'fp8' instead of a mapping. Write keys below it: local."),
+        ("compression: {ladder: {lokal: fp8}}", "unknown key. Did you mean 'local'?"),
+        ("compression: {lossless_8bit: maybe}", "'maybe' is not allowed. Allowed: on, remote or"),
+        ("engine: {native_codec: fp8}", "'fp8' is not allowed. Allowed: exact or ladder."),
+    ],
+)
+def test_codecs_that_do_not_exist(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in problem(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("on", "on"), ("off", "off"), ("true", "on"), ("remote", "remote")]
+)
+def test_lossless_8bit_as_yaml_reads_it(tmp_path: Path, written: str, meant: str) -> None:
+    loaded = load(tmp_path, f"compression: {{lossless_8bit: {written}}}")
+    assert loaded.config.compression.lossless_8bit == meant
+
+
+def test_presets_of_codecs(tmp_path: Path) -> None:
+    accurate = load(tmp_path, "extends: max_accuracy").config
+    assert (accurate.compression.ladder.local, accurate.engine.native_codec) == (
+        "lossless",
+        "exact",
+    )
+    small = load(tmp_path, "extends: storage_efficient\nengine: {native_codec: exact}").config
+    assert (small.compression.ladder.local, small.engine.native_codec) == ("lbq3", "exact")
+    assert small.compression.lossless_8bit == "on"
+
+
 # --- presets, template, reference, import ----------------------------------------------------
 
 
@@ -572,7 +636,7 @@ def test_every_key_is_described() -> None:
     from lifeboat_cache.config.describe import entries
 
     found = [entry for _, _, own in entries() for entry in own]
-    assert len(found) == 23
+    assert len(found) == 26
     for entry in found:
         assert entry.field.description, entry.path
         assert entry.key.allowed, entry.path

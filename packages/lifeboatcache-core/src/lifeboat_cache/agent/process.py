@@ -24,7 +24,7 @@ from lifeboat_cache.agent.lock import AgentLock
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.agent.status import clock
 from lifeboat_cache.agent.wanted import WantedTarget, merged, of_config, of_document
-from lifeboat_cache.agent.watched_config import WatchedConfig
+from lifeboat_cache.config.watched import WatchedConfig
 from lifeboat_cache.registry import ProcessEntry, Registration, agent_document, fold, processes
 from lifeboat_cache.registry.files import replace_json
 from lifeboat_cache.registry.host import boot_id, process_start

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from lifeboat_cache.config.nearest import nearest
 from lifeboat_cache.config.paths import (
     CONFIG_FILE_NAME,
     ENV_CONFIG,
@@ -16,7 +17,7 @@ from lifeboat_cache.config.paths import (
     ENV_SALT,
     Places,
 )
-from lifeboat_cache.config.problems import describe_problems, nearest
+from lifeboat_cache.config.problems import describe_problems
 from lifeboat_cache.config.schema import Config
 from lifeboat_cache.config.yamlfile import Document, Location, key_path, read_yaml
 from lifeboat_cache.errors import ConfigError
@@ -46,6 +47,8 @@ class LoadedConfig:
     origins
         The file and line, or the environment variable, of every key that is not
         at its default: ``{"engine.io_workers": "/etc/lifeboat.yaml:7"}``.
+    named
+        The file that the caller named; ``None`` if it was looked for.
     """
 
     config: Config
@@ -53,6 +56,7 @@ class LoadedConfig:
     files: tuple[Path, ...]
     home: Path
     origins: Mapping[str, str] = field(default_factory=dict)
+    named: Path | None = None
 
 
 def preset_names() -> tuple[str, ...]:
@@ -132,7 +136,8 @@ def load_config(
     source = f"{main} ({why})"
     if len(chain) > 1:
         source += ", extends " + ", which extends ".join(_called(file) for file in chain[1:])
-    return _validated(merged.data, merged.origins, source, tuple(chain), places)
+    loaded = _validated(merged.data, merged.origins, source, tuple(chain), places)
+    return loaded if path is None else replace(loaded, named=main)
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Any
 
 from lifeboat_cache.config.describe import entries, key_of, section_at
+from lifeboat_cache.config.nearest import nearest
 from lifeboat_cache.config.schema import SettingError
 from lifeboat_cache.config.yamlfile import Location, key_path
 
@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
-__all__ = ["describe_problems", "nearest"]
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that ``name`` most likely means, if any is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+__all__ = ["describe_problems"]
 
 
 def describe_problems(

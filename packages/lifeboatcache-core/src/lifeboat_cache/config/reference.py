@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from lifeboat_cache.config.describe import Entry, entries
 from lifeboat_cache.config.loader import preset_names, preset_path
 
@@ -70,7 +72,7 @@ def render_reference() -> str:
     """Return the reference page of the configuration as Markdown."""
     parts = [_INTRO]
     for path, section, own in entries():
-        parts.append(f"\n### `{'.'.join(path)}`\n\n{(section.__doc__ or '').strip()}\n")
+        parts.append(f"\n### `{'.'.join(path)}`\n\n{inspect.cleandoc(section.__doc__ or '')}\n")
         parts.append(
             "\n| key | default | unit | allowed | restart required |\n|---|---|---|---|---|\n"
         )

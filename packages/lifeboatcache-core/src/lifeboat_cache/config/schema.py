@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from lifeboat_cache.codecs.names import ALIASES, AUTO, CODEC_NAMES, CodecName
+from lifeboat_cache.config.nearest import nearest
 from lifeboat_cache.config.paths import Places
 from lifeboat_cache.config.units import (
     DURATION_EXAMPLES,
@@ -33,12 +35,14 @@ from lifeboat_cache.config.units import (
 __all__ = [
     "FALLBACK_NAME",
     "Agent",
+    "Compression",
     "Config",
     "Engine",
     "Eviction",
     "FallbackLocal",
     "Key",
     "Prometheus",
+    "Rungs",
     "Section",
     "Security",
     "SettingError",
@@ -127,6 +131,18 @@ def _switch(value: object) -> object:
     return value
 
 
+def _codec(value: object) -> object:
+    names = (*CODEC_NAMES, AUTO)
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not the name of a codec")
+    name = ALIASES.get(value, value)
+    if name not in names:
+        near = nearest(value, (*names, *ALIASES))
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"there is no codec {value!r}{hint}")
+    return name
+
+
 def _path(value: object, info: ValidationInfo) -> object:
     if not isinstance(value, (str, Path)):
         raise ValueError(f"{value!r} is not a path")
@@ -162,6 +178,18 @@ _Path = Annotated[
     Key(
         allowed="an absolute path; ~, $NAME and ${NAME} are expanded",
         example="/mnt/nvme/lifeboat",
+    ),
+]
+
+
+_Codec = Annotated[
+    CodecName | Literal["auto"],
+    BeforeValidator(_codec),
+    Key(
+        allowed=f"{', '.join(CODEC_NAMES)} or {AUTO}; turboquant4, turboquant3 and oscar2 stand "
+        "for lbq4, lbq3 and lbq2",
+        example="fp8",
+        restart=False,
     ),
 ]
 
@@ -346,12 +374,45 @@ class Eviction(Section):
 
     policy: Annotated[
         Literal["lru", "none"],
-        Key(allowed="lru or none", example="lru"),
+        Key(allowed="lru or none", example="lru", restart=False),
     ] = Field(
         default="lru",
         description="`lru`: blocks that were used least recently make room, whole prefixes from "
         "their end; a block counts as used when one behind it is. `none`: nothing makes room, and "
         "a place that is full takes no new blocks; what was deleted is reclaimed all the same.",
+    )
+
+
+class Rungs(Section):
+    """The codec of each rung: of a kind of target, by how fast it is.
+
+    Targets of this version are directories, all of them on the rung `local`. For KV of 16 bits
+    or more; 8-bit KV goes by `compression.lossless_8bit`. Recurrent state, and what is not
+    known to be KV, is always kept exactly.
+    """
+
+    local: _Codec = Field(
+        default="fp8",
+        description="For targets of type `filesystem`. `raw`, `lossless` and `dense` (smaller, "
+        "slower) are exact. `fp8` takes half the space, `lbq4`, `lbq3` and `lbq2` about 4, 3 and "
+        "2 bits per value. `auto`: of `raw`, `lossless`, `dense`, `fp8` and `lbq4` the one that "
+        "restores fastest here, measured; `lifeboat-cache status` says which and why.",
+    )
+
+
+class Compression(Section):
+    """How KV is stored: exactly, or smaller. What is stored already stays readable."""
+
+    ladder: Rungs
+    lossless_8bit: Annotated[
+        Literal["on", "remote", "off"],
+        BeforeValidator(_switch),
+        Key(allowed="on, remote or off", example="remote", restart=False),
+    ] = Field(
+        default="remote",
+        description="Where 8-bit KV is compressed, without loss: on every rung (`on`), on rungs "
+        "slower than `local` (`remote`; this version has none), or nowhere (`off`). Otherwise it "
+        "is stored as it is.",
     )
 
 
@@ -392,6 +453,15 @@ class Engine(Section):
         default=5.0,
         description="How long a request waits at most for the store to become ready (model "
         "identified, index read) before its blocks count as missing.",
+    )
+    native_codec: Annotated[
+        Literal["exact", "ladder"],
+        Key(allowed="exact or ladder", example="exact", restart=False),
+    ] = Field(
+        default="exact",
+        description="How KV of vLLM's native mode is stored. `exact`: without loss, raw or "
+        "compressed, whichever restores faster on the target. `ladder`: as `compression.ladder` "
+        "says; recurrent state stays exact.",
     )
     io_workers: Annotated[
         int,
@@ -460,12 +530,16 @@ class Prometheus(Section):
     port: Annotated[
         int,
         Field(ge=0, le=65535),
-        Key(allowed="a whole number from 0 to 65535; 0 serves nothing", example="9402"),
+        Key(
+            allowed="a whole number from 0 to 65535; 0 serves nothing",
+            example="9402",
+            restart=False,
+        ),
     ] = Field(default=9402, description="Where Prometheus finds `/metrics`.")
     host: Annotated[
         str,
         Field(pattern=r"^[A-Za-z0-9.:_-]+$"),
-        Key(allowed="an address or a name of this machine", example="0.0.0.0"),
+        Key(allowed="an address or a name of this machine", example="0.0.0.0", restart=False),
     ] = Field(
         default="127.0.0.1",
         description="The address that is listened on. `0.0.0.0`: all of them. Whoever can reach "
@@ -483,6 +557,7 @@ class Config(Section):
     """The whole configuration."""
 
     storage: Storage
+    compression: Compression
     eviction: Eviction
     engine: Engine
     agent: Agent

@@ -1,4 +1,4 @@
-"""The configuration, read again when its files change."""
+"""The configuration of a home, read again when its files change."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 import os
 from pathlib import Path
 
-from lifeboat_cache.config import Config, load_config
-from lifeboat_cache.config.paths import CONFIG_FILE_NAME, ENV_CONFIG, ENV_HOME
+from lifeboat_cache.config.loader import load_config
+from lifeboat_cache.config.paths import CONFIG_FILE_NAME, ENV_CONFIG, ENV_HOME, Places
+from lifeboat_cache.config.schema import Config
 from lifeboat_cache.errors import ConfigError
 
 __all__ = ["WatchedConfig"]
@@ -26,17 +27,31 @@ class WatchedConfig:
         The home directory.
     path
         The file; ``None`` = found as engines find it.
+    speaker
+        Begins the lines that it logs.
     """
 
-    def __init__(self, home: Path, path: Path | None) -> None:
+    def __init__(self, home: Path, path: Path | None, *, speaker: str = "") -> None:
         self._environ = {**os.environ, ENV_HOME: str(home)}
+        self._speaker = speaker
         self._path = path
-        named = path or self._environ.get(ENV_CONFIG) or home / CONFIG_FILE_NAME
-        self._files = [Path(os.path.abspath(named))]
+        self._files = [self._named()]
         self._stamp: _Stamp | None = None
         self.config: Config | None = None
         self.source = ""
         self.problem = ""
+
+    def _named(self) -> Path:
+        """The file that decides: others may come and go with what it extends."""
+        named = self._path or self._environ.get(ENV_CONFIG)
+        try:
+            places = Places.current(self._environ)
+            return Path(os.path.abspath(places.expand(str(named)))) if named else self._default()
+        except (ValueError, OSError):  # reading it says what is wrong with its name
+            return self._default()
+
+    def _default(self) -> Path:
+        return Path(self._environ[ENV_HOME]) / CONFIG_FILE_NAME
 
     def look(self) -> bool:
         """Read it if it is new; whether :attr:`config` has changed.
@@ -50,8 +65,12 @@ class WatchedConfig:
             loaded = load_config(self._path, self._environ)
         except ConfigError as error:
             self._stamp = stamp
-            self.problem = f"the configuration cannot be used: {error}"
-            _log.warning("%s", self.problem)
+            problem = f"the configuration cannot be used: {error}"
+            if self.config is not None:
+                problem += " (until then the values from before stay in effect)"
+            if problem != self.problem:
+                _log.warning("%s%s", self._speaker, problem)
+            self.problem = problem
             return False
         self._files = list(dict.fromkeys([*self._files[:1], *loaded.files]))
         self._stamp = self._stamps()
@@ -59,7 +78,7 @@ class WatchedConfig:
         self.source = loaded.source
         changed = loaded.config != self.config
         if changed and self.config is not None:
-            _log.info("the configuration has changed: %s", loaded.source)
+            _log.info("%sthe configuration has changed: %s", self._speaker, loaded.source)
         self.config = loaded.config
         return changed
 

@@ -1,0 +1,65 @@
+"""Codecs by number and name.
+
+A codec's number stands in journal entries and never changes its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = [
+    "ALIASES",
+    "AUTO",
+    "CODEC_NAMES",
+    "DENSE",
+    "FP8",
+    "LBQ2",
+    "LBQ3",
+    "LBQ4",
+    "LOSSLESS",
+    "RAW",
+    "CodecName",
+    "codec_name",
+    "codec_number",
+    "is_exact",
+    "more_precise",
+]
+
+RAW = 0
+LOSSLESS = 1
+DENSE = 2
+FP8 = 3
+LBQ4 = 4
+LBQ3 = 5
+LBQ2 = 6
+
+#: Leaves the choice to measurements.
+AUTO = "auto"
+
+CodecName = Literal["raw", "lossless", "dense", "fp8", "lbq4", "lbq3", "lbq2"]
+
+#: By number. In this order each is at most as precise as those before it.
+CODEC_NAMES: tuple[CodecName, ...] = ("raw", "lossless", "dense", "fp8", "lbq4", "lbq3", "lbq2")
+
+#: Names of others for codecs of the same class.
+ALIASES: dict[str, CodecName] = {"turboquant4": "lbq4", "turboquant3": "lbq3", "oscar2": "lbq2"}
+
+
+def codec_name(number: int) -> str:
+    """The name of a codec; of one that this release does not know, its number."""
+    return CODEC_NAMES[number] if 0 <= number < len(CODEC_NAMES) else f"codec {number}"
+
+
+def codec_number(name: CodecName) -> int:
+    """The number of a codec."""
+    return CODEC_NAMES.index(name)
+
+
+def is_exact(number: int) -> bool:
+    """Whether a codec gives back every bit."""
+    return number in (RAW, LOSSLESS, DENSE)
+
+
+def more_precise(number: int) -> int:
+    """The next more precise codec; below the lossy ones that is :data:`LOSSLESS`."""
+    return LOSSLESS if number <= FP8 else number - 1
