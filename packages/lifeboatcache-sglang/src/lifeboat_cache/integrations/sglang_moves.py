@@ -1,0 +1,285 @@
+"""Moves pages between SGLang's memory and a block store while one of its threads waits.
+
+SGLang wants an answer from the call itself, and a call must not take ten seconds: a
+flush, a reset or a detach fails when its threads do not end within that time. Memory
+that a system call may still touch must not be given back before, so a call cannot be
+abandoned. It is cut into windows instead: each is small enough for a disk that works,
+and when the time is up no further one is started. What was not started is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.integrations.sglang_keys import families
+from lifeboat_cache.interface import BlockBatch, BlockBuffers, BlockStore, Job, Outcome, State
+
+__all__ = ["Mover", "Moves", "Pages"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: No window is started when a call has taken this long, in seconds.
+CALL_S = 5.0
+
+#: Bytes of a window, about, and how many are under way at a time.
+WINDOW_BYTES = 96 << 20
+_WINDOWS = 2
+
+#: Stores that failed are tried again so often, each time after this many seconds.
+_RETRIES, _RETRY_S = 2, 0.05
+
+#: How often it is said that calls are cut short, in seconds.
+_SAY_AGAIN_S = 600.0
+
+#: A pause may mend these: too much is queued, or the system reported an error.
+_PASSING = (int(Outcome.BUSY), int(Outcome.FAILED))
+
+_Kind = Literal["store", "load"]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of one pool to move.
+
+    Attributes
+    ----------
+    hashes
+        SGLang's hash of each page.
+    keys
+        Our key of each page.
+    buffers
+        The memory of each page.
+    layout
+        Tag of what a page holds.
+    group
+        Number of the pool.
+    depth
+        Tokens before the first page in its prefix, -1 if not known.
+    tokens
+        Tokens of a page in its prefix, 0 if not known.
+    parent
+        Tag of the page before the first one, 0 if not known.
+    """
+
+    hashes: Sequence[str]
+    keys: Sequence[bytes]
+    buffers: BlockBuffers
+    layout: int
+    group: int
+    depth: int = -1
+    tokens: int = 0
+    parent: int = 0
+
+    def batch(self) -> BlockBatch:
+        """The pages as the store takes them."""
+        tags = families(self.hashes)
+        known = self.depth >= 0 and self.tokens > 0
+        ends = range(1, len(self.keys) + 1)
+        return BlockBatch(
+            self.keys,
+            self.buffers,
+            layout=self.layout,
+            positions=[self.depth + self.tokens * end for end in ends] if known else None,
+            groups=[self.group] * len(self.keys),
+            families=tags,
+            parents=[self.parent, *tags[:-1]] if tags else None,
+        )
+
+
+class Moves:
+    """What has been moved. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals = {kind: [0, 0, 0.0] for kind in ("store", "load")}
+        # Of as many calls as matter to who looks now and then.
+        self._calls: dict[str, deque[tuple[int, int, float]]] = {
+            kind: deque(maxlen=4096) for kind in ("store", "load")
+        }
+        self._cut_short = 0
+
+    def add(self, kind: _Kind, pages: int, size: int, seconds: float) -> None:
+        """Count a call: pages and bytes that it has moved, and how long it took."""
+        if not pages:
+            return
+        with self._lock:
+            for at, amount in enumerate((pages, size, seconds)):
+                self._totals[kind][at] += amount
+            self._calls[kind].append((pages, size, seconds))
+
+    def cut_short(self) -> None:
+        """Count a call that ran out of time before all its pages were tried."""
+        with self._lock:
+            self._cut_short += 1
+
+    def take(self, kind: str) -> list[tuple[int, int, float]]:
+        """Pages, bytes and seconds of each call since the last time."""
+        with self._lock:
+            calls = list(self._calls[kind])
+            self._calls[kind].clear()
+        return calls
+
+    def totals(self) -> dict[str, float]:
+        """All there is to know, by name."""
+        with self._lock:
+            found = {
+                f"{kind}_{name}": value
+                for kind, values in self._totals.items()
+                for name, value in zip(("pages", "bytes", "seconds"), values, strict=True)
+            }
+            found["calls_cut_short"] = self._cut_short
+        return found
+
+
+class Mover:
+    """Stores and loads pages, and waits for it.
+
+    Parameters
+    ----------
+    call_s
+        No window is started when a call has taken this many seconds.
+    """
+
+    def __init__(self, call_s: float = CALL_S) -> None:
+        self.moves = Moves()
+        self._call_s = call_s
+        self._said = -_SAY_AGAIN_S
+        self._idle = threading.Condition()
+        self._under_way = 0
+
+    def load(self, store: BlockStore, pages: Pages) -> npt.NDArray[np.bool_]:
+        """Load pages; bool ``(n,)``, which of them are there, verified."""
+        return self._move("load", store, pages)
+
+    def store(self, store: BlockStore, pages: Pages) -> npt.NDArray[np.bool_]:
+        """Store pages; bool ``(n,)``, which of them are stored now, or were before."""
+        deadline = time.monotonic() + self._call_s
+        while store.state is State.OPENING and time.monotonic() < deadline:
+            time.sleep(0.005)  # what it is given now it would keep until it is open
+        if store.state is State.OPENING:
+            self._cut_short()
+            return np.zeros(len(pages.keys), dtype=bool)
+        return self._move("store", store, pages)
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until no call is under way."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._under_way, timeout)
+
+    def _move(self, kind: _Kind, store: BlockStore, pages: Pages) -> npt.NDArray[np.bool_]:
+        began = time.monotonic()
+        with self._idle:
+            self._under_way += 1
+        try:
+            batch = pages.batch()
+            sizes = batch.buffers.sizes()
+            outcomes = self._windows(kind, store, batch, sizes, began + self._call_s)
+            if kind == "store":
+                outcomes = self._again(store, batch, sizes, outcomes, began + self._call_s)
+        finally:
+            with self._idle:
+                self._under_way -= 1
+                self._idle.notify_all()
+        good = outcomes == Outcome.OK
+        seconds = time.monotonic() - began
+        self.moves.add(kind, int(good.sum()), int(sizes[good].sum()), seconds)
+        done: npt.NDArray[np.bool_] = good | (outcomes == Outcome.PRESENT)
+        return done
+
+    def _windows(
+        self,
+        kind: _Kind,
+        store: BlockStore,
+        batch: BlockBatch,
+        sizes: npt.NDArray[np.int64],
+        deadline: float,
+    ) -> npt.NDArray[np.uint8]:
+        """Move a batch window by window, a few of them at a time."""
+        outcomes = np.full(len(batch), Outcome.CANCELLED, dtype=np.uint8)
+        under_way: deque[tuple[int, int, Job]] = deque()
+        run = store.store if kind == "store" else store.load
+        windows = _cut(sizes)
+        try:
+            for number, (first, last) in enumerate(windows):
+                if number and time.monotonic() >= deadline:
+                    self._cut_short()
+                    break
+                part = batch if len(windows) == 1 else batch.window(first, last)
+                under_way.append((first, last, run(part, on_done=_nothing)))
+                if len(under_way) >= _WINDOWS and not self._take(outcomes, under_way, kind):
+                    break
+        except LifeboatError:
+            pass  # closed meanwhile
+        finally:
+            # Whatever happens, no system call may touch the memory after this returns.
+            while under_way:
+                self._take(outcomes, under_way, kind)
+        return outcomes
+
+    @staticmethod
+    def _take(
+        outcomes: npt.NDArray[np.uint8], under_way: deque[tuple[int, int, Job]], kind: _Kind
+    ) -> bool:
+        """Wait for the oldest window; whether it is worth going on."""
+        first, last, job = under_way.popleft()
+        job.wait()
+        outcomes[first:last] = job.outcomes
+        # Pages behind one that is missing are of no use to the engine.
+        return kind == "store" or bool((job.outcomes == Outcome.OK).all())
+
+    def _again(
+        self,
+        store: BlockStore,
+        batch: BlockBatch,
+        sizes: npt.NDArray[np.int64],
+        outcomes: npt.NDArray[np.uint8],
+        deadline: float,
+    ) -> npt.NDArray[np.uint8]:
+        """Try once more what may go better then: SGLang gives a whole node up for one page."""
+        for _ in range(_RETRIES):
+            passing = np.isin(outcomes, _PASSING)
+            if not passing.any() or time.monotonic() >= deadline:
+                break
+            time.sleep(_RETRY_S)
+            first = int(passing.argmax())
+            last = len(batch) - int(passing[::-1].argmax())
+            # Pages between that are stored already are answered from memory.
+            again = self._windows(
+                "store", store, batch.window(first, last), sizes[first:last], deadline
+            )
+            outcomes[first:last] = np.where(passing[first:last], again, outcomes[first:last])
+        return outcomes
+
+    def _cut_short(self) -> None:
+        self.moves.cut_short()
+        now = time.monotonic()
+        if now - self._said > _SAY_AGAIN_S:
+            self._said = now
+            _log.warning(
+                "LifeboatCache: storage took more than %.0f s for one call of SGLang; the rest of "
+                "its pages is computed or not kept: check the disk with `lifeboat-cache bench`",
+                self._call_s,
+            )
+
+
+def _nothing(job: Job) -> None:
+    """Of jobs that are waited for; without a callback the store would hand them out, too."""
+
+
+def _cut(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Cut pages into consecutive windows of about :data:`WINDOW_BYTES`."""
+    if not sizes.shape[0]:
+        return []
+    window = (np.cumsum(sizes) - sizes) // WINDOW_BYTES
+    starts = np.flatnonzero(np.diff(window, prepend=-1)).tolist()
+    return list(zip(starts, [*starts[1:], int(sizes.shape[0])], strict=True))
