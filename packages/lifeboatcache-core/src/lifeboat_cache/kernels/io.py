@@ -81,11 +81,14 @@ def _judge(task: Any, block: Any, state: Any, scratch: Any) -> Any:
 
 @helper
 def _sum_up(task: Any, block: Any, state: Any) -> Any:
-    """Put a whole block into its checksum."""
+    """Put a whole block into its checksum; what fills its last page does not belong to it."""
     starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    left = words_at(task[L.TASK_LENGTHS])[block]
     _begin(task, block, state)
     for piece in range(starts[block], starts[block + 1]):
-        xxh3.update(state, iov[2 * piece], iov[2 * piece + 1])
+        part = min(iov[2 * piece + 1], left)
+        xxh3.update(state, iov[2 * piece], part)
+        left -= part
 
 
 @helper

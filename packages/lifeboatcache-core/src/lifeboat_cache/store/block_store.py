@@ -19,6 +19,7 @@ from lifeboat_cache import kernels
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
+from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.index import Index
@@ -26,6 +27,7 @@ from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
+from lifeboat_cache.store.coding import CodecChoice, Codings, store_raw
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
 from lifeboat_cache.store.household import Alone, Companion
@@ -40,7 +42,8 @@ from lifeboat_cache.store.records import (
     tombstones_at,
     void,
 )
-from lifeboat_cache.store.store_plan import Written, plan_store
+from lifeboat_cache.store.staging import Staging, StagingArea
+from lifeboat_cache.store.store_plan import StorePlan, Unsized, Written
 from lifeboat_cache.targets.base import OpenFile, Place, Target, TargetReader, TargetWriter
 
 __all__ = ["BlockStore", "State"]
@@ -113,6 +116,9 @@ class BlockStore:
         what was there when it was opened.
     companion
         Is told on a background thread how the store does.
+    codecs
+        Chooses the codecs of blocks whose layout is known (:meth:`describe`); by default
+        everything is stored as it is.
     """
 
     def __init__(
@@ -125,6 +131,7 @@ class BlockStore:
         integrity_key: bytes | None = None,
         shared_lookup: bool = True,
         companion: Companion | None = None,
+        codecs: CodecChoice | None = None,
     ) -> None:
         self._find_namespace = namespace
         self._shared_lookup = shared_lookup
@@ -132,7 +139,10 @@ class BlockStore:
         self._targets = list(targets)
         self._index = Index()
         self._counters = Counters()
+        self._codings = Codings()
+        self._codecs = codecs or store_raw
         self._executor = Executor(io_workers, self._finish_tasks, integrity_key)
+        self._staging = StagingArea(self._executor.submit)
         self._integrity_key = integrity_key
         self._pending_limit = pending_bytes
         self._pending = 0
@@ -200,6 +210,18 @@ class BlockStore:
     def counters(self) -> CounterSnapshot:
         """Totals since the store was opened."""
         return self._counters.snapshot()
+
+    def describe(self, layout: KVLayout) -> int:
+        """Say what the bytes of blocks are, so that they can be stored in a codec.
+
+        Every process has to say it that is to load such blocks.
+
+        Returns
+        -------
+        int
+            The layout's tag, for :attr:`BlockBatch.layout`.
+        """
+        return self._codings.describe(layout)
 
     # Lookups ----------------------------------------------------------------
 
@@ -543,7 +565,10 @@ class BlockStore:
                     for task in tasks:
                         task.blocks += first
                         task.job = (job, reserved)
-                    self._executor.submit(tasks)
+                    if tasks and tasks[0].kind == "encode":
+                        self._staging.submit(tasks)
+                    else:
+                        self._executor.submit(tasks)
         except Exception:  # a fault of ours: the rest fails, the engine goes on
             _log.exception("LifeboatCache: planning a job failed; please report this")
             job.outcomes[job.outcomes == Outcome.PENDING] = Outcome.FAILED
@@ -551,6 +576,13 @@ class BlockStore:
 
     def _finish_tasks(self, tasks: list[IoTask]) -> None:
         """Take finished tasks of one kind, whatever has become of them."""
+        encoded = [task for task in tasks if task.kind == "encode"]
+        for task in encoded:
+            self._finish_encoding(task)
+        if encoded:
+            tasks = [task for task in tasks if task.kind != "encode"]
+        if not tasks:
+            return
         finish = self._finish_stores if tasks[0].kind == "store" else self._finish_loads
         try:
             finish(tasks)
@@ -561,11 +593,50 @@ class BlockStore:
         for task in tasks:
             if isinstance(task.detail, Written):
                 task.detail.writer.settle(task.detail.entries)
+                if task.detail.staging is not None:
+                    self._unstage(task.detail.staging)
             job, size = task.job
             job.outcomes[task.blocks] = task.outcomes
-            moved = int(task.lengths[task.outcomes == Outcome.OK].sum())
+            done = task.outcomes == Outcome.OK
+            moved = stored = int(task.lengths[done].sum())
+            if task.coding is not None or isinstance(task.detail, Written):
+                moved = int(job.batch.buffers.sizes()[task.blocks[done]].sum())
+            self._counters.moved(job.kind, stored)
             if job.finish_part(moved):
                 self._complete(job, size)
+
+    def _finish_encoding(self, task: IoTask) -> None:
+        """Give blocks room whose length is known now, and write them."""
+        job, size = task.job
+        staging = self._staging.take(task)
+        staging.parts = 1
+        tasks: list[IoTask] = []
+        try:
+            job.outcomes[task.blocks] = task.outcomes
+            detail: Unsized = task.detail
+            shift = int(task.blocks[0] - detail.blocks[0])
+            blocks, answers, tasks = detail.plan.sized(task, staging)
+            job.outcomes[blocks + shift] = answers
+            staging.parts += len(tasks)
+            job.add_parts(len(tasks))
+            for write in tasks:
+                write.blocks += shift
+                write.job = task.job
+        except Exception:  # a fault of ours: the part fails, the engine goes on
+            _log.exception("LifeboatCache: planning a store failed; please report this")
+            job.outcomes[task.blocks] = Outcome.FAILED
+        if tasks:
+            self._executor.submit(tasks)
+        self._unstage(staging)
+        if job.finish_part():
+            self._complete(job, size)
+
+    def _unstage(self, staging: Staging) -> None:
+        with self._lock:
+            staging.parts -= 1
+            done = staging.parts == 0
+        if done:
+            self._staging.release(staging)
 
     def _news(self, what: str) -> bool:
         """Whether something has not been said for a while."""
@@ -609,7 +680,7 @@ class BlockStore:
         keys = self._index.as_keys(batch.keys)
         found = self._index.gather(keys)
         sizes = batch.buffers.sizes()
-        same = found.found & same_shape(found, sizes, batch.layout)
+        same = found.found & same_shape(found, sizes, batch.layout, self._codings)
         outcomes[same] = Outcome.PRESENT
         large = sizes > MOST_BYTES
         if large.any():
@@ -635,15 +706,21 @@ class BlockStore:
             return
         if self._binding is None:
             raise RuntimeError("a store was planned before the namespace was known")
-        for blocks, answers, tasks in plan_store(
+        plan = StorePlan(
             batch,
             keys,
-            wanted,
             writer,
             self._binding,
             preferred_algorithm(self._integrity_key),
+            self._codings,
             part_bytes,
-        ):
+        )
+        layout = self._codings.layout(batch.layout)
+        codecs = np.zeros(wanted.shape[0], dtype=np.uint16)
+        if layout is not None:
+            fitting = sizes[wanted] == layout.nbytes
+            codecs[fitting] = self._codecs(layout, batch, wanted[fitting])
+        for blocks, answers, tasks in plan.tasks(wanted, codecs):
             outcomes[blocks] = answers
             yield tasks
 
@@ -706,7 +783,7 @@ class BlockStore:
         if reader is None or binding is None:
             raise RuntimeError("a load was planned before the namespace was known")
         keys = self._index.as_keys(batch.keys)
-        plan = LoadPlan(batch, keys, self._index, reader, binding, opened)
+        plan = LoadPlan(batch, keys, self._index, reader, binding, opened, self._codings)
         outcomes[:] = plan.outcomes
         if plan.lost.shape[0]:
             self._forget(plan.lost_places, plan.outcomes[plan.lost])

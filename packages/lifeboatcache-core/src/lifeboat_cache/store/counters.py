@@ -21,6 +21,8 @@ class CounterSnapshot:
         Blocks written (``PRESENT`` excluded), their payload bytes, time of store jobs.
     blocks_loaded, bytes_loaded, load_seconds
         Blocks read and verified, their payload bytes, time of load jobs.
+    bytes_written, bytes_read
+        What went to and came from storage for these blocks: less, if they are in a codec.
     store_outcomes, load_outcomes
         Blocks by name of their :class:`Outcome`, in lower case.
     lookups, lookup_hits
@@ -35,6 +37,8 @@ class CounterSnapshot:
     blocks_loaded: int = 0
     bytes_loaded: int = 0
     load_seconds: float = 0.0
+    bytes_written: int = 0
+    bytes_read: int = 0
     store_outcomes: dict[str, int] = field(default_factory=dict)
     load_outcomes: dict[str, int] = field(default_factory=dict)
     lookups: int = 0
@@ -62,6 +66,11 @@ class Counters:
         """Add to ``store``, ``load`` or ``recovery`` seconds."""
         with self._lock:
             self._seconds[kind] += seconds
+
+    def moved(self, kind: str, stored: int) -> None:
+        """Account for bytes that went to or came from storage."""
+        with self._lock:
+            self._numbers["bytes_written" if kind == "store" else "bytes_read"] += stored
 
     def job(self, kind: str, outcomes: list[int], moved: int, seconds: float) -> None:
         """Account for a finished job."""

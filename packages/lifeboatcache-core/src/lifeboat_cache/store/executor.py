@@ -95,7 +95,8 @@ class Executor:
         if native is not None and fast:
             slow += native.submit(fast)
         for task in slow:
-            self._python.submit(task.kind, [partial(self._execute, task)])
+            lane: Lane = "load" if task.kind == "load" else "store"
+            self._python.submit(lane, [partial(self._execute, task)])
 
     def _execute(self, task: IoTask) -> None:
         if self._cancelling:
@@ -133,4 +134,6 @@ class Executor:
 
 
 def _native_can(task: IoTask) -> bool:
+    if task.coding is not None and not task.coding.native:
+        return False
     return bool(np.all(task.algorithms == ALGORITHM_XXH3))

@@ -11,12 +11,20 @@ import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.kernels import io_layout as layout
+from lifeboat_cache.store.coding import Coding
 
 __all__ = ["IoTask", "cut", "gather_pieces", "slices"]
 
 #: So much is planned at a time: it takes less time than reading it does, and not so
 #: little that letting go of the interpreter after each would matter.
 _SLICE_BYTES = 64 << 20
+
+
+_OPERATIONS = {
+    "load": layout.OP_LOAD,
+    "store": layout.OP_STORE,
+    "encode": layout.OP_ENCODE,
+}
 
 
 def gather_pieces(
@@ -63,12 +71,13 @@ def cut(sizes: npt.NDArray[np.int64], part_bytes: int) -> list[tuple[int, int]]:
 
 @dataclass(eq=False)
 class IoTask:
-    """Blocks to read and verify, or to hash and write.
+    """Blocks to read and verify, or to hash and write, or only to put through their coders.
 
     Attributes
     ----------
     kind
-        ``"load"`` or ``"store"``.
+        ``"load"``, ``"store"``, or ``"encode"``: nothing is written yet, because how long the
+        blocks become is not known before.
     blocks
         int64 ``(n,)``: which blocks of the job's batch these are, in the order of their
         places.
@@ -76,9 +85,11 @@ class IoTask:
         int64 ``(n_runs, 4)``: descriptor, ``SCATTER`` or ``BOUNCE``, first block (of this
         task), number of blocks. The blocks of a run lie one after the other in one file.
     offsets, lengths
-        int64 ``(n,)``: where each block's bytes begin in its file and how many they are.
+        int64 ``(n,)``: where each block's bytes begin in its file and how many they are. Of an
+        ``"encode"`` task the lengths are filled in.
     iov, starts
-        The caller's memory; see :func:`gather_pieces`.
+        The caller's memory; see :func:`gather_pieces`. Pieces of blocks that are written as they
+        are may be longer than the block: what follows fills its last page.
     bindings
         uint8 ``(n, 96)``: what the checksums are bound to.
     checksums
@@ -91,13 +102,18 @@ class IoTask:
         uint8 ``(n,)`` of :class:`Outcome`, filled in.
     holds
         What has to stay alive meanwhile: open files, the caller's memory.
+    coding
+        The coders between the caller's memory and the file, if any.
+    staging, places
+        Of an ``"encode"`` task: memory that the blocks go to (uint8, on a page boundary), and
+        where each begins and ends there at most (int64 ``(n + 1,)``).
     job, detail
         Whatever the submitter wants to find again.
     errno
         First error number met, 0 if none.
     """
 
-    kind: Literal["load", "store"]
+    kind: Literal["load", "store", "encode"]
     blocks: npt.NDArray[np.int64]
     runs: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
@@ -110,6 +126,9 @@ class IoTask:
     chunk_bytes: int
     outcomes: npt.NDArray[np.uint8]
     holds: Sequence[Any] = ()
+    coding: Coding | None = None
+    staging: npt.NDArray[np.uint8] | None = None
+    places: npt.NDArray[np.int64] | None = None
     job: Any = None
     detail: Any = None
     errno: int = 0
@@ -118,7 +137,7 @@ class IoTask:
     def address(self) -> int:
         """Lay the task out for the native threads; returns where it begins."""
         words = np.zeros(layout.TASK_WORDS, dtype=np.int64)
-        words[layout.TASK_OP] = layout.OP_LOAD if self.kind == "load" else layout.OP_STORE
+        words[layout.TASK_OP] = _OPERATIONS[self.kind]
         words[layout.TASK_RUNS] = self.runs.shape[0]
         for at, array in (
             (layout.TASK_RUN_TABLE, self.runs),
@@ -134,5 +153,18 @@ class IoTask:
                 raise ValueError("the arrays of a task have to be contiguous")
             words[at] = array.ctypes.data
         words[layout.TASK_CHUNK] = self.chunk_bytes
+        if self.coding is not None:
+            which, within = self.coding.which, self.coding.within
+            if which is None or within is None:
+                raise ValueError("the blocks of this task have to be put together in Python")
+            rows = self.coding.coded.rows
+            words[layout.TASK_ROWS] = rows.ctypes.data
+            words[layout.TASK_ROW_COUNT] = rows.shape[0]
+            words[layout.TASK_WHICH] = which.ctypes.data
+            words[layout.TASK_WITHIN] = within.ctypes.data
+        if self.staging is not None and self.places is not None:
+            words[layout.TASK_STAGING] = self.staging.ctypes.data
+            words[layout.TASK_PLACES] = self.places.ctypes.data
+            words[layout.TASK_SIZES] = self.lengths.ctypes.data
         self.words = words
         return int(words.ctypes.data)

@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding
+from lifeboat_cache.codecs.recipes import RAW
 from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.index import Index
 from lifeboat_cache.index_answers import Gathered
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.store.coding import Codings
 from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces, slices
 from lifeboat_cache.targets.base import OpenFile, TargetReader
 from lifeboat_cache.targets.direct import ALIGNMENT
@@ -61,6 +63,8 @@ class LoadPlan:
         Where it may be.
     opened
         Files that the job has opened before, by writer and segment; more are added.
+    codings
+        The layouts that are known.
 
     Attributes
     ----------
@@ -78,11 +82,13 @@ class LoadPlan:
         reader: TargetReader,
         binding: Binding,
         opened: dict[tuple[bytes, int], OpenFile],
+        codings: Codings,
     ) -> None:
         self._batch, self._keys, self._binding = batch, keys, binding
+        self._codings = codings
         self._found = found = index.gather(keys)
         sizes = batch.buffers.sizes()
-        fits = found.found & same_shape(found, sizes, batch.layout)
+        fits = found.found & same_shape(found, sizes, batch.layout, codings)
         self.outcomes = np.full(len(batch), Outcome.PENDING, dtype=np.uint8)
         self.outcomes[~found.found] = Outcome.MISSING
         self.outcomes[found.found & ~fits] = Outcome.MISMATCH
@@ -100,10 +106,11 @@ class LoadPlan:
         lengths = self._found.stored_length[self._wanted].astype(np.int64)
         for first, last in slices(lengths):
             wanted, which = self._wanted[first:last], self._which[first:last]
-            algorithms = self._found.algorithm[wanted]
+            algorithms, codecs = self._found.algorithm[wanted], self._found.codec[wanted]
             tasks: list[IoTask] = []
-            for algorithm in sorted(set(algorithms.tolist())):
-                mine = algorithms == algorithm
+            kinds = set(zip(algorithms.tolist(), codecs.tolist(), strict=True))
+            for algorithm, codec in sorted(kinds):
+                mine = (algorithms == algorithm) & (codecs == codec)
                 tasks += _reads(
                     self._batch,
                     self._keys,
@@ -113,19 +120,22 @@ class LoadPlan:
                     which[mine],
                     self._binding,
                     algorithm,
+                    codec,
+                    self._codings,
                     part_bytes,
                 )
             yield tasks
 
 
 def same_shape(
-    found: Gathered, sizes: npt.NDArray[np.int64], layout_tag: int
+    found: Gathered, sizes: npt.NDArray[np.int64], layout_tag: int, codings: Codings
 ) -> npt.NDArray[np.bool_]:
     """Which records can be loaded into blocks of these sizes and this layout."""
     same: npt.NDArray[np.bool_] = (
         (found.raw_length == sizes)
-        & (found.stored_length == sizes)
+        & ((found.stored_length == sizes) | (found.codec != RAW))
         & (found.layout == np.uint64(layout_tag))
+        & codings.known(found.codec, layout_tag, sizes)
     )
     return same
 
@@ -180,11 +190,18 @@ def _reads(
     which: npt.NDArray[np.int64],
     binding: Binding,
     algorithm: int,
+    codec: int,
+    codings: Codings,
     part_bytes: int,
 ) -> list[IoTask]:
     """Tasks that read blocks in the order of their places."""
-    descriptors, mode = ways(files, batch.buffers.aligned(ALIGNMENT))
+    iov, starts = gather_pieces(batch.buffers, blocks)
+    coding = codings.coding(batch.layout, codec, iov, starts)
+    aligned = coding is None and batch.buffers.aligned(ALIGNMENT)
+    descriptors, mode = ways(files, aligned)
     descriptors, mode = descriptors[which], mode[which]
+    if coding is not None:  # as they are stored, blocks never go straight to the caller
+        mode = np.full_like(mode, layout.BOUNCE)
     offsets = found.offset[blocks].astype(np.int64)
     lengths = found.stored_length[blocks].astype(np.int64)
     bindings = binding.pack_batch(
@@ -196,7 +213,6 @@ def _reads(
         algorithm,
     )
     checksums = np.ascontiguousarray(found.payload_checksum[blocks])
-    iov, starts = gather_pieces(batch.buffers, blocks)
     places = _places(keys, found, blocks)
     ends = offsets + lengths
     ends = np.where(mode == layout.BOUNCE, -(-ends // ALIGNMENT) * ALIGNMENT, ends)
@@ -226,6 +242,7 @@ def _reads(
                     [files[number] for number in np.unique(which[part]).tolist()],
                     batch.buffers.owner,
                 ),
+                coding=coding,
                 detail=places[part],
             )
         )

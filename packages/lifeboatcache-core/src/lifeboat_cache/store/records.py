@@ -11,12 +11,12 @@ import numpy.typing as npt
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import KNOWN_ALGORITHMS, usable_algorithms
 from lifeboat_cache.clock import coarse_time
+from lifeboat_cache.codecs.recipes import CODECS, RAW
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index_answers import Touched
 
 __all__ = [
-    "CODEC_RAW",
     "MOST_BYTES",
     "Record",
     "access_entries",
@@ -27,9 +27,6 @@ __all__ = [
     "tombstones_at",
     "void",
 ]
-
-#: Codec id of stored bytes that equal the engine's bytes.
-CODEC_RAW = 0
 
 #: Bytes of the largest payload: its length has 32 bits.
 MOST_BYTES = (1 << 32) - 1
@@ -43,6 +40,8 @@ def record_entries(
     keys: npt.NDArray[np.uint8],
     blocks: npt.NDArray[np.int64],
     algorithm: int,
+    codec: int = RAW,
+    stored: npt.NDArray[np.int64] | None = None,
 ) -> Entries:
     """Describe blocks of a batch as records, without their places and checksums.
 
@@ -56,6 +55,8 @@ def record_entries(
         int64 ``(n,)``: which of them.
     algorithm
         Of the payload checksums to come.
+    codec, stored
+        Codec of all of them, and their bytes in that codec (int64 ``(n,)``).
 
     Returns
     -------
@@ -64,10 +65,12 @@ def record_entries(
     entries = np.zeros(blocks.shape[0], dtype=ENTRY)
     entries["key"] = void(keys[blocks])
     entries["stored_length"] = entries["raw_length"] = batch.buffers.sizes()[blocks]
+    if stored is not None:
+        entries["stored_length"] = stored
     entries["layout"] = batch.layout
     entries["salt"] = batch.salt
     entries["time"] = coarse_time()
-    entries["codec"] = CODEC_RAW
+    entries["codec"] = codec
     entries["algorithm"] = algorithm
     entries["kind"] = KIND_RECORD
     for name, values in (
@@ -92,7 +95,7 @@ def readable(entries: Entries) -> npt.NDArray[np.bool_]:
     """Which entries this release can use; a later one may have written the others."""
     known = np.isin(entries["algorithm"], list(KNOWN_ALGORITHMS))
     usable: npt.NDArray[np.bool_] = (entries["kind"] == KIND_TOMBSTONE) | (
-        known & (entries["codec"] == CODEC_RAW)
+        known & np.isin(entries["codec"], list(CODECS))
     )
     return usable
 

@@ -10,16 +10,19 @@ import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding
+from lifeboat_cache.codecs.recipes import RAW
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.store.io_task import IoTask, gather_pieces, slices
+from lifeboat_cache.store.coding import PAGE, Coding, Codings, whole_pages
+from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces, slices
 from lifeboat_cache.store.load_plan import chunk_bytes, runs_of, ways
 from lifeboat_cache.store.records import record_entries
+from lifeboat_cache.store.staging import Staging
 from lifeboat_cache.targets.base import OpenFile, TargetWriter
 from lifeboat_cache.targets.direct import ALIGNMENT
 
-__all__ = ["Written", "plan_store"]
+__all__ = ["StorePlan", "Unsized", "Written"]
 
 
 @dataclass(frozen=True)
@@ -29,83 +32,192 @@ class Written:
     writer: TargetWriter
     file: OpenFile
     entries: Entries
+    #: The memory that its blocks lie in, if they were stored in memory before.
+    staging: Staging | None = None
 
 
-def plan_store(
-    batch: BlockBatch,
-    keys: npt.NDArray[np.uint8],
-    blocks: npt.NDArray[np.int64],
-    writer: TargetWriter,
-    binding: Binding,
-    algorithm: int,
-    part_bytes: int,
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], list[IoTask]]]:
-    """Give blocks of a batch room and plan how they get there, some at a time.
+@dataclass(frozen=True)
+class Unsized:
+    """What an encode task becomes when it is done: blocks of known length, to be written."""
 
-    Yields
-    ------
-    blocks
-        Which blocks.
-    outcomes
-        uint8, one per block: ``PENDING``, or why a block got no room.
-    tasks
-        Writes; ``task.detail`` is :class:`Written`.
+    plan: StorePlan
+    codec: int
+    #: Which blocks of the plan's batch they are.
+    blocks: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StorePlan:
+    """How blocks of a batch get to storage.
+
+    Attributes
+    ----------
+    batch, keys
+        The blocks; the keys as uint8 ``(n, 32)``.
+    writer, binding, algorithm
+        Whose records they become, and how they are guarded.
+    codings
+        The layouts that are known.
+    part_bytes
+        Bytes of a task, about.
     """
-    for first, last in slices(batch.buffers.sizes()[blocks]):
-        some = blocks[first:last]
-        yield some, *_writes(batch, keys, some, writer, binding, algorithm, part_bytes)
 
+    batch: BlockBatch
+    keys: npt.NDArray[np.uint8]
+    writer: TargetWriter
+    binding: Binding
+    algorithm: int
+    codings: Codings
+    part_bytes: int
 
-def _writes(
-    batch: BlockBatch,
-    keys: npt.NDArray[np.uint8],
-    blocks: npt.NDArray[np.int64],
-    writer: TargetWriter,
-    binding: Binding,
-    algorithm: int,
-    part_bytes: int,
-) -> tuple[npt.NDArray[np.uint8], list[IoTask]]:
-    entries = record_entries(batch, keys, blocks, algorithm)
-    outcomes = np.full(blocks.shape[0], Outcome.PENDING, dtype=np.uint8)
-    bindings = binding.pack_batch(
-        keys[blocks],
-        entries["layout"],
-        entries["raw_length"],
-        entries["stored_length"],
-        entries["codec"],
-        algorithm,
-    )
-    iov, starts = gather_pieces(batch.buffers, blocks)
-    lengths = entries["stored_length"].astype(np.int64)
-    aligned = batch.buffers.aligned(ALIGNMENT)
-    tasks = []
-    for room in writer.reserve(entries, part_bytes):
-        part = slice(room.first, room.last)
-        if room.file is None:
-            outcomes[part] = room.refusal
-            continue
-        (descriptor,), (mode,) = ways([room.file], aligned)
-        offsets = entries["offset"][part].astype(np.int64)
-        count = room.last - room.first
-        ends = offsets + lengths[part]
-        breaks = np.ones(count, dtype=bool)
-        breaks[1:] = (offsets[1:] != ends[:-1]) & (mode != layout.BOUNCE)
-        tasks.append(
-            IoTask(
-                kind="store",
-                blocks=blocks[part],
-                runs=runs_of(np.full(count, descriptor), np.full(count, mode), breaks),
-                offsets=offsets,
-                lengths=lengths[part],
-                iov=iov[int(starts[room.first]) : int(starts[room.last])],
-                starts=starts[room.first : room.last + 1] - starts[room.first],
-                bindings=bindings[part],
-                checksums=np.zeros((count, 16), dtype=np.uint8),
-                algorithms=np.full(count, algorithm, dtype=np.uint8),
-                chunk_bytes=chunk_bytes(room.file),
-                outcomes=np.full(count, Outcome.PENDING, dtype=np.uint8),
-                holds=(batch.buffers.owner,),
-                detail=Written(writer, room.file, entries[part]),
+    def tasks(
+        self, blocks: npt.NDArray[np.int64], codecs: npt.NDArray[np.uint16]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], list[IoTask]]]:
+        """Give blocks room and plan how they get there, some at a time.
+
+        Parameters
+        ----------
+        blocks
+            int64 ``(n,)``: which blocks.
+        codecs
+            uint16 ``(n,)``: in which codec each is stored.
+
+        Yields
+        ------
+        blocks
+            Some of them.
+        outcomes
+            uint8, one per block: ``PENDING``, or why a block got no room.
+        tasks
+            Writes, of which ``task.detail`` is :class:`Written`; or encode tasks, of which it
+            is :class:`Unsized`: :meth:`sized` plans their writes when they are done.
+        """
+        kinds = sorted(set(codecs.tolist()))
+        for codec in kinds:
+            mine = blocks if len(kinds) == 1 else blocks[codecs == codec]
+            for first, last in slices(self.batch.buffers.sizes()[mine]):
+                some = mine[first:last]
+                yield some, *self._some(some, codec)
+
+    def _some(
+        self, blocks: npt.NDArray[np.int64], codec: int
+    ) -> tuple[npt.NDArray[np.uint8], list[IoTask]]:
+        iov, starts = gather_pieces(self.batch.buffers, blocks)
+        coding = self.codings.coding(self.batch.layout, codec, iov, starts)
+        if coding is None:
+            return self._writes(blocks, RAW, self.batch.buffers.sizes()[blocks], iov, starts)
+        size = coding.coded.fixed_bytes
+        if size is None:
+            pending = np.full(blocks.shape[0], Outcome.PENDING, dtype=np.uint8)
+            return pending, self._encodings(blocks, coding, iov, starts)
+        stored = np.full(blocks.shape[0], size, dtype=np.int64)
+        return self._writes(blocks, codec, stored, iov, starts, coding)
+
+    def _encodings(
+        self,
+        blocks: npt.NDArray[np.int64],
+        coding: Coding,
+        iov: npt.NDArray[np.uint64],
+        starts: npt.NDArray[np.int64],
+    ) -> list[IoTask]:
+        room = -(-coding.coded.most_bytes // PAGE) * PAGE
+        tasks = []
+        for first, last in cut(np.full(blocks.shape[0], room, dtype=np.int64), self.part_bytes):
+            count = last - first
+            tasks.append(
+                IoTask(
+                    kind="encode",
+                    blocks=blocks[first:last],
+                    runs=np.array([[-1, layout.BOUNCE, 0, count]], dtype=np.int64),
+                    offsets=np.zeros(count, dtype=np.int64),
+                    lengths=np.zeros(count, dtype=np.int64),
+                    iov=iov[int(starts[first]) : int(starts[last])],
+                    starts=starts[first : last + 1] - starts[first],
+                    bindings=np.zeros((0, 96), dtype=np.uint8),
+                    checksums=np.zeros((0, 16), dtype=np.uint8),
+                    algorithms=np.zeros(0, dtype=np.uint8),
+                    chunk_bytes=0,
+                    outcomes=np.full(count, Outcome.PENDING, dtype=np.uint8),
+                    holds=(self.batch.buffers.owner,),
+                    coding=coding,
+                    places=np.arange(count + 1, dtype=np.int64) * room,
+                    detail=Unsized(self, coding.coded.codec, blocks[first:last].copy()),
+                )
             )
+        return tasks
+
+    def sized(
+        self, task: IoTask, staging: Staging
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], list[IoTask]]:
+        """Plan the writes of what an encode task has stored in ``staging``; see :meth:`tasks`."""
+        done = np.flatnonzero(task.outcomes == Outcome.OK)
+        if task.places is None:
+            raise ValueError("not an encode task")
+        stored = task.lengths[done]
+        iov = np.empty((done.shape[0], 2), dtype=np.uint64)
+        iov[:, 0] = task.places[done] + staging.memory.ctypes.data
+        iov[:, 1] = whole_pages(stored)
+        starts = np.arange(done.shape[0] + 1, dtype=np.int64)
+        detail: Unsized = task.detail
+        blocks = detail.blocks[done]
+        answers, tasks = self._writes(blocks, detail.codec, stored, iov, starts, staging=staging)
+        return blocks, answers, tasks
+
+    def _writes(
+        self,
+        blocks: npt.NDArray[np.int64],
+        codec: int,
+        stored: npt.NDArray[np.int64],
+        iov: npt.NDArray[np.uint64],
+        starts: npt.NDArray[np.int64],
+        coding: Coding | None = None,
+        staging: Staging | None = None,
+    ) -> tuple[npt.NDArray[np.uint8], list[IoTask]]:
+        """Writes of blocks whose stored lengths are known; see :meth:`tasks`."""
+        writer, algorithm = self.writer, self.algorithm
+        entries = record_entries(self.batch, self.keys, blocks, algorithm, codec, stored)
+        outcomes = np.full(blocks.shape[0], Outcome.PENDING, dtype=np.uint8)
+        bindings = self.binding.pack_batch(
+            self.keys[blocks],
+            entries["layout"],
+            entries["raw_length"],
+            entries["stored_length"],
+            entries["codec"],
+            algorithm,
         )
-    return outcomes, tasks
+        aligned = staging is not None or (coding is None and self.batch.buffers.aligned(ALIGNMENT))
+        padded = staging is not None or coding is not None
+        tasks = []
+        for room in writer.reserve(entries, self.part_bytes):
+            part = slice(room.first, room.last)
+            if room.file is None:
+                outcomes[part] = room.refusal
+                continue
+            (descriptor,), (mode,) = ways([room.file], aligned)
+            if coding is not None:
+                mode = np.int64(layout.BOUNCE)
+            offsets = entries["offset"][part].astype(np.int64)
+            count = room.last - room.first
+            ends = offsets + (whole_pages(stored[part]) if padded else stored[part])
+            breaks = np.ones(count, dtype=bool)
+            breaks[1:] = (offsets[1:] != ends[:-1]) & (mode != layout.BOUNCE)
+            tasks.append(
+                IoTask(
+                    kind="store",
+                    blocks=blocks[part],
+                    runs=runs_of(np.full(count, descriptor), np.full(count, mode), breaks),
+                    offsets=offsets,
+                    lengths=stored[part],
+                    iov=iov[int(starts[room.first]) : int(starts[room.last])],
+                    starts=starts[room.first : room.last + 1] - starts[room.first],
+                    bindings=bindings[part],
+                    checksums=np.zeros((count, 16), dtype=np.uint8),
+                    algorithms=np.full(count, algorithm, dtype=np.uint8),
+                    chunk_bytes=chunk_bytes(room.file),
+                    outcomes=np.full(count, Outcome.PENDING, dtype=np.uint8),
+                    holds=(self.batch.buffers.owner,),
+                    coding=coding,
+                    detail=Written(writer, room.file, entries[part], staging),
+                )
+            )
+        return outcomes, tasks
