@@ -40,10 +40,10 @@ class Fp8:
       codes 0x7E and 0x7F are infinity and NaN.
 
     So infinities, NaN (a quiet one with its sign, without its payload) and signs of zeros come
-    back as they were; no infinity, NaN or outlier changes the exponents of elements that are
-    less than it by a factor of up to ``2 ** 14`` (e3m4: ``2 ** 6``; e2m5: ``2 ** 2``), and those
-    that are smaller lose places one by one, down to zero. Subnormal numbers of bfloat16 and
-    float32 become zeros; those of float16 are numbers like others.
+    back as they were, and no other element notices an infinity or NaN. Elements smaller than
+    the vector's largest by a factor of up to ``2 ** 13`` (e3m4: ``2 ** 5``; e2m5: 2) have all
+    ``m`` bits; those that are smaller still lose places one by one, down to zero. Subnormal
+    numbers of bfloat16 and float32 become zeros; those of float16 are numbers like others.
     """
 
     number = columns.CODER_FP8

@@ -57,6 +57,7 @@ _BITS = {LBQ4: 4, LBQ3: 3, LBQ2: 2}
 #: Modules of coders and their classes.
 _CODERS = {
     columns.CODER_COPY: ("copying", "Copying"),
+    columns.CODER_FP8: ("fp8", "Fp8"),
 }
 
 
