@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Completion", "ServerError", "StartServer", "VllmServer", "shm_regions"]
+__all__ = ["Completion", "ServerError", "StartServer", "VllmServer", "free_port", "shm_regions"]
 
 _SHM = Path("/dev/shm")
 _SERVED_NAME = "model"
@@ -92,7 +92,8 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -143,7 +144,7 @@ class VllmServer:
         self.log = log
         self.leaked: set[Path] = set()
         self._start_timeout_s = start_timeout_s
-        self._port = _free_port()
+        self._port = free_port()
         self._command = [
             str(python), "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(model), "--served-model-name", _SERVED_NAME,

@@ -248,7 +248,7 @@ def _extra_config(server_args: Any, settings: Settings) -> str:
 def _size_pool(server_args: Any, settings: Settings, fields: dict[str, Any]) -> str:
     """Decide on the host pool, into ``fields``; return what to say about it."""
     if server_args.hicache_size > 0 or server_args.hicache_ratio is not None:
-        return "host pool as the launch has it"
+        return "host pool as the launch sizes it"
     if server_args.enable_hierarchical_cache or server_args.hicache_host_memory_fraction != 0.8:
         return "host pool as SGLang sizes it"
     ranks = _ranks(server_args)
@@ -265,7 +265,7 @@ def _size_pool(server_args: Any, settings: Settings, fields: dict[str, Any]) -> 
             f"{_reserve() / 1e9:.1f} GB free): free memory, or raise the container's limit"
         )
     fields["hicache_size"] = pool.gigabytes
-    return f"host pool {pool.gigabytes:g} GB for each of {ranks} ranks ({pool.reason})"
+    return f"host pool of {pool.gigabytes:g} GB per rank ({pool.reason})"
 
 
 def _ranks(server_args: Any) -> int:

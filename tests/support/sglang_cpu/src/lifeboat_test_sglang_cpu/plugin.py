@@ -6,6 +6,7 @@ code as on a GPU, so with plain memory and plain copies in their place tests exe
 all of them.
 """
 
+import importlib
 import os
 from typing import Any
 
@@ -20,7 +21,7 @@ def register() -> None:
     if _registered or os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     _registered = True
-    from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mamba, mha, mla
 
     from lifeboat_test_sglang_cpu import copies
 
@@ -30,6 +31,18 @@ def register() -> None:
             setattr(module, name, getattr(copies, name))
     for pool in (mha.MHATokenToKVPoolHost, mla.MLATokenToKVPoolHost, mamba.MambaPoolHost):
         _never_pin(pool)
+    # SGLang keeps 10 GiB of memory free, which a small machine does not have at all.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
+    _allow_activation()
+
+
+def _allow_activation() -> None:
+    """Tell the adapter under test, where it is installed, that the host pools work here."""
+    try:
+        adapter = importlib.import_module("lifeboat_cache.integrations.sglang_plugin")
+    except ImportError:
+        return
+    adapter.set_platform_check(lambda _launch: True)
 
 
 def _never_pin(pool: Any) -> None:
