@@ -52,6 +52,9 @@ CODECS: dict[int, str] = {
 #: Codecs that give back the bytes that they got.
 EXACT = frozenset({RAW, LOSSLESS, DENSE})
 
+#: Bits of mantissa in the codes of fp8, of 7: see ``docs/codecs.md`` for the choice.
+_FP8_MANTISSA = 4
+
 _BITS = {LBQ4: 4, LBQ3: 3, LBQ2: 2}
 
 #: Modules of coders and their classes.
@@ -148,5 +151,7 @@ def coded_layout(layout: KVLayout, codec: int) -> CodedLayout:
 
 def _coder_for(tensor: TensorLayout, codec: int, last_layer: int) -> tuple[int, int]:
     """Coder and bits of a tensor."""
-    del tensor, codec, last_layer
+    del last_layer
+    if codec == FP8 and coder(columns.CODER_FP8).takes(tensor):
+        return columns.CODER_FP8, _FP8_MANTISSA
     return columns.CODER_COPY, 0
