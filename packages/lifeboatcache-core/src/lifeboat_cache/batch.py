@@ -150,8 +150,8 @@ class BlockBatch:
     buffers
         The caller's memory, one entry per key.
     layout
-        Tag of what the bytes of a block mean (dtype, shapes, order), 0 = opaque.
-        A load of a record with another tag is a mismatch.
+        Tag of what the bytes of a block mean (dtype, shapes, order), 0 = opaque; one for all
+        blocks, or one for each. A load of a record with another tag is a mismatch.
     positions
         End of each block in its prefix, in tokens; ``None`` = unknown.
     groups
@@ -167,7 +167,7 @@ class BlockBatch:
 
     keys: Sequence[bytes]
     buffers: BlockBuffers
-    layout: int = 0
+    layout: int | Sequence[int] = 0
     positions: Sequence[int] | None = None
     groups: Sequence[int] | None = None
     families: Sequence[int] | None = None
@@ -180,14 +180,18 @@ class BlockBatch:
             raise ValueError(
                 f"a batch of {count} keys has {len(self.buffers)} buffers: give one per key"
             )
-        for name in ("positions", "groups", "families", "parents"):
+        for name in ("layout", "positions", "groups", "families", "parents"):
             values = getattr(self, name)
-            if values is not None and len(values) != count:
+            if values is not None and not isinstance(values, int) and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} values for {count} keys")
         check_keys(self.keys)
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def tags(self) -> _U64:
+        """uint64 ``(n_blocks,)``: layout tag of each block."""
+        return np.full(len(self), self.layout, dtype=np.uint64)
 
     def window(self, first: int, last: int) -> BlockBatch:
         """The blocks ``first:last``."""
@@ -198,7 +202,7 @@ class BlockBatch:
         return BlockBatch(
             self.keys[first:last],
             self.buffers.window(first, last),
-            self.layout,
+            self.layout if isinstance(self.layout, int) else self.layout[first:last],
             part(self.positions),
             part(self.groups),
             part(self.families),

@@ -32,6 +32,12 @@ _HASTY_S, _BUSY_S, _QUIET_S = 1.0, 5.0, 20.0
 #: A pass may take one part in so many of the time.
 _SHARE = 10
 
+#: How fast a target is, is measured again after so many seconds: the first few times, and then.
+_PROBE_SOON_S, _PROBE_LATER_S = 600.0, 6 * 3600.0
+
+#: So many measurements are the first few.
+_PROBES = 5
+
 #: What went wrong is said again after so many seconds.
 _SAY_AGAIN_S = 600.0
 
@@ -76,10 +82,17 @@ class Caretaker:
     ----------
     wanted
         The target; replaced by :meth:`update`.
+    home
+        The home directory, where it is noted how fast the target is; ``None`` = that is not
+        measured.
     """
 
-    def __init__(self, wanted: WantedTarget) -> None:
+    def __init__(self, wanted: WantedTarget, home: Path | None = None) -> None:
         self._wanted = wanted
+        self._home = home
+        self._read: float | None = None
+        self._probed = 0
+        self._probe_at = 0.0
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._report: JanitorReport | None = None
@@ -134,6 +147,7 @@ class Caretaker:
             reserve_bytes=wanted.reserve,
             blocks=report.records if report else None,
             problem=problem,
+            read=self._read,
             counters=dict(self._totals),
         )
 
@@ -196,6 +210,7 @@ class Caretaker:
                     before, ended = report.used_after, now
                     full = of.capacity is not None and report.used_after > policy.high * of.capacity
                     step_back(urgent=full or report.free <= report.reserve)
+                    self._measure(of)
             except _EndedError:
                 return
             except Exception as error:  # one target's fault must not end the others' care
@@ -206,6 +221,24 @@ class Caretaker:
             finally:
                 self._since, self._step = None, ""
             self._wake.wait(pause)
+
+    def _measure(self, of: WantedTarget) -> None:
+        """See from time to time how fast the target is, as soon as there is enough on it."""
+        if self._home is None or time.monotonic() < self._probe_at:
+            return
+        from lifeboat_cache.codecs.speed import probe_target, write_target_rate
+
+        self._step = "measuring its speed"
+        try:
+            read = probe_target(of.path, direct=of.open().direct)
+            if read is None:
+                return
+            self._read = write_target_rate(self._home, str(of.path), read)
+        except OSError as error:  # nobody needs it
+            _log.debug("%s: its speed was not measured: %s", of.path, error)
+        self._probed += 1
+        wait_s = _PROBE_SOON_S if self._probed < _PROBES else _PROBE_LATER_S
+        self._probe_at = time.monotonic() + wait_s
 
     def _key(self, of: WantedTarget) -> IntegrityKey | None:
         """The integrity key; without it, what it protects is not rewritten."""

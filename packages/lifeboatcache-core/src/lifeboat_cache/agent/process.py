@@ -277,7 +277,7 @@ class Agent:
                 self._caretakers[path].update(target)
             elif not any(item.path == path for item in self._leaving):
                 _log.info("looks after %s", path)
-                self._caretakers[path] = Caretaker(target)
+                self._caretakers[path] = Caretaker(target, self._places.home)
 
     def _look_at_kernels(self) -> None:
         self._kernels.look()

@@ -143,6 +143,7 @@ def _measured(target: FilesystemTarget) -> dict[str, Any] | None:
 
 def _text(document: Mapping[str, Any]) -> str:
     parts = [_verdict(document), _processes(document), _stores(document), _spaces(document)]
+    parts += [_codecs(document), _choices(document), _changes(document)]
     parts += [_recovering(document), _sums(document["totals"])]
     return "\n\n".join(part for part in parts if part)
 
@@ -226,6 +227,60 @@ def _spaces(document: Mapping[str, Any]) -> str:
     ]
     head = ("target", "used", "capacity", "free", "reserve", "evicted", "reclaimed")
     return table(head, rows) if rows else ""
+
+
+def _codecs(document: Mapping[str, Any]) -> str:
+    """What has gone through which codec, and how exact it was."""
+    errors: dict[str, float] = {}
+    for item in document["processes"]:
+        for one in _items(item["codecs"].get("guard")):
+            error = one.get("error")
+            if isinstance(error, (int, float)) and one.get("samples"):
+                codec = str(one.get("codec"))
+                errors[codec] = max(error, errors.get(codec, 0.0))
+    rows = [
+        [
+            codec,
+            _number(sums["encoded_blocks"]),
+            _size(sums["encoded_raw_bytes"]),
+            _size(sums["encoded_bytes"]),
+            f"{sums['ratio']:.2f}",
+            _size(sums["decoded_raw_bytes"]),
+            f"{100 * errors[codec]:.2g} %" if codec in errors else "-",
+        ]
+        for codec, sums in document["totals"]["codecs"].items()
+    ]
+    head = ("codec", "blocks", "KV", "stored as", "ratio", "KV loaded", "error")
+    return table(head, rows) if rows else ""
+
+
+def _choices(document: Mapping[str, Any]) -> str:
+    """Which codecs stores use, and why."""
+    lines: dict[str, None] = {}
+    for item in document["processes"]:
+        for choice in _items(item["codecs"].get("choices")):
+            text = f"pid {item['pid']} stores KV as {choice.get('codec')}: {choice.get('reason')}"
+            lines.update(dict.fromkeys([text]))
+    return "\n".join(line for text in lines for line in _wrapped(text))
+
+
+def _changes(document: Mapping[str, Any]) -> str:
+    """Changes of the configuration that are not in effect."""
+    lines: list[str] = []
+    for item in document["processes"]:
+        keys = item["config"].get("restart")
+        if isinstance(keys, list) and keys:
+            shown = ", ".join(str(key) for key in keys)
+            lines += _wrapped(f"pid {item['pid']}: restart required to apply {shown}")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(clean(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _items(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def _recovering(document: Mapping[str, Any]) -> str:

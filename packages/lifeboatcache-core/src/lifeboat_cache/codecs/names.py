@@ -61,5 +61,7 @@ def is_exact(number: int) -> bool:
 
 
 def more_precise(number: int) -> int:
-    """The next more precise codec; below the lossy ones that is :data:`LOSSLESS`."""
-    return LOSSLESS if number <= FP8 else number - 1
+    """The next more precise codec: that of a lossy one, or ``raw`` for an exact one."""
+    if is_exact(number):
+        return RAW
+    return LOSSLESS if number == FP8 else number - 1

@@ -11,6 +11,9 @@ A store's document::
     queue       {jobs, pending_bytes, limit_bytes}
     recovery    {done, blocks, seconds, bad_entries}
     recent      {seconds, store_dropped: {reason: blocks}, load_failed: {reason: blocks}}
+    codecs      {mode, rung, choices: [{layout, codec, first, reason}], guard: [{layout, codec,
+                 samples, error, attention, limit, ruled_out}]}
+    config      {problem, restart: [keys]}: what of the configuration files is not in effect
     counters    see :class:`Counts`; labels ``namespace``, ``engine``, ``target``
 
 The agent's document::
@@ -18,7 +21,7 @@ The agent's document::
     kind        "agent"
     state       what it does ("active", …), and ``reason``, what it cannot do and why
     targets     [{name, location, used_bytes, capacity_bytes, free_bytes, reserve_bytes,
-                  blocks, problem}, …]; what has not been measured is null
+                  blocks, read_bytes_per_second, problem}, …]; what has not been measured is null
     recent      {}
     counters    label ``target``
 
@@ -113,6 +116,8 @@ class TargetFacts:
         Blocks that are stored; ``None`` = nothing has been measured yet.
     problem
         Why it cannot be looked after; empty if it can.
+    read
+        Bytes per second that it delivers; ``None`` = not measured.
     counters
         What only grows: ``evicted_blocks``, ``evicted_bytes``, ``corrupt_blocks``,
         ``reclaimed_bytes``, ``removed_segments``, ``compacted_segments``,
@@ -127,6 +132,7 @@ class TargetFacts:
     reserve_bytes: int = 0
     blocks: int | None = None
     problem: str = ""
+    read: float | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -150,6 +156,7 @@ def agent_document(
                 "free_bytes": None if target.blocks is None else target.free_bytes,
                 "reserve_bytes": target.reserve_bytes,
                 "blocks": target.blocks,
+                "read_bytes_per_second": target.read,
                 "problem": target.problem[:_TEXT],
             }
             for target in targets
@@ -165,6 +172,8 @@ def store_document(
     queue: Mapping[str, Any],
     recent: Mapping[str, Any],
     counters: Counts,
+    codecs: Mapping[str, Any],
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the document of a store.
 
@@ -181,6 +190,8 @@ def store_document(
         What was lost of late.
     counters
         What the store has counted, under the labels of the time.
+    codecs, config
+        See the document.
     """
     now = store.counters()
     state = str(store.state.value)
@@ -206,6 +217,8 @@ def store_document(
             "bad_entries": now.bad_entries,
         },
         "recent": dict(recent),
+        "codecs": dict(codecs),
+        "config": dict(config),
         "counters": counters.to_json(),
     }
 

@@ -35,6 +35,9 @@ _LOAD_REMEDIES = {
     "corrupt": "run `lifeboat-cache check`; if it recurs, check the disk",
     "mismatch": "report this",
 }
+#: Codecs in which there is no error that could be borne.
+_EXACT = frozenset({"raw", "lossless", "dense"})
+
 _SEE_LOG = "see the engine's log"
 
 #: Reclaimed between lookup and load: computed again, and nothing is wrong.
@@ -95,12 +98,32 @@ def _of_stores(entries: Sequence[ProcessEntry]) -> list[str]:
         if entry.document.get("state") == "disabled":
             reason = str(entry.document.get("reason") or "the log says why")
             found.append(f"{_who(entry)} stands down: {reason}")
+        config = entry.document.get("config")
+        problem = config.get("problem") if isinstance(config, Mapping) else ""
+        if problem:
+            found.append(f"{_who(entry)}: {problem}")
+        found += [
+            f"{_who(entry)}: {codec} does not give back what was stored, it is not used any more: "
+            "report this"
+            for codec in _broken(entry)
+        ]
         if entry.age > SILENT_S and entry.document and entry.document.get("kind") != "notice":
             found.append(
                 f"{_who(entry)} has published nothing for {format_duration(entry.age)}: it hangs, "
                 "its storage does, or the home directory is full"
             )
     return found
+
+
+def _broken(entry: ProcessEntry) -> list[str]:
+    """Exact codecs that the accuracy guard of a store has stopped."""
+    codecs = entry.document.get("codecs")
+    guard = codecs.get("guard") if isinstance(codecs, Mapping) else None
+    return [
+        str(item.get("codec"))
+        for item in (guard if isinstance(guard, list) else ())
+        if isinstance(item, Mapping) and item.get("ruled_out") and item.get("codec") in _EXACT
+    ]
 
 
 def _of_agent(entries: Sequence[ProcessEntry], now: float, expected: bool, why: str) -> list[str]:

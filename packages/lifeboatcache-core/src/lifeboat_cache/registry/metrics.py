@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from lifeboat_cache.codecs.names import CODEC_NAMES
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.registry.health import agent_of, living_stores, problems
 from lifeboat_cache.registry.processes import ProcessEntry
@@ -24,7 +25,14 @@ __all__ = ["METRICS", "MetricInfo", "families"]
 _PREFIX = "lifeboat_node_"
 _STORE = ("namespace", "engine", "target")
 _TARGET = ("target",)
-_OUTCOMES = frozenset(outcome.name.lower() for outcome in Outcome)
+_OUTCOME = (*_STORE, "outcome")
+_CODEC = (*_STORE, "codec")
+
+#: What a count is shown by, beside its store: only these values.
+_SPLITS = {
+    "outcome": frozenset(outcome.name.lower() for outcome in Outcome),
+    "codec": frozenset(CODEC_NAMES),
+}
 
 #: One sample: the values of its labels, and its own.
 _Samples = Mapping[tuple[str, ...], float]
@@ -42,7 +50,7 @@ class MetricInfo:
         Its type, its labels and what it says.
     counted
         Which count it shows (see :class:`Counts`); empty for a gauge. One that ends in
-        ``:`` is shown by outcome.
+        ``:`` is shown by its last label.
     """
 
     name: str
@@ -53,10 +61,9 @@ class MetricInfo:
 
 
 def _counter(counted: str, labels: tuple[str, ...], meaning: str) -> MetricInfo:
-    if counted.endswith(":"):
-        name, labels = f"{counted[:-1]}s", (*labels, "outcome")
-    else:
-        name = counted
+    name = counted.removesuffix(":")
+    if labels[-1] == "outcome":
+        name += "s"
     return MetricInfo(f"{_PREFIX}{name}_total", "counter", labels, meaning, counted)
 
 
@@ -74,8 +81,14 @@ _COUNTERS = (
     _counter("stored_blocks", _STORE, "Blocks written."),
     _counter("stored_bytes", _STORE, "Bytes written."),
     _counter("store_seconds", _STORE, "Seconds from submission to completion, over store jobs."),
-    _counter("load_outcome:", _STORE, "Blocks to be loaded, by what became of them."),
-    _counter("store_outcome:", _STORE, "Blocks to be stored, by what became of them."),
+    _counter("load_outcome:", _OUTCOME, "Blocks to be loaded, by what became of them."),
+    _counter("store_outcome:", _OUTCOME, "Blocks to be stored, by what became of them."),
+    _counter("encoded_blocks:", _CODEC, "Blocks written, by codec."),
+    _counter("encoded_raw_bytes:", _CODEC, "Bytes of KV in them."),
+    _counter("encoded_bytes:", _CODEC, "Bytes that they take."),
+    _counter("decoded_blocks:", _CODEC, "Blocks read, by codec."),
+    _counter("decoded_raw_bytes:", _CODEC, "Bytes of KV in them."),
+    _counter("decoded_bytes:", _CODEC, "Bytes that were read for them."),
     _counter("recovered_blocks", _STORE, "Blocks that stores found when they were opened."),
     _counter("recovery_seconds", _STORE, "Seconds that stores took to find them."),
     _counter("bad_journal_entries", _STORE, "Journal entries that were skipped as damaged."),
@@ -98,11 +111,15 @@ _GAUGES = (
     _gauge("index_blocks", _STORE, "Blocks known to be there, in the store that knows most."),
     _gauge("queue_jobs", _STORE, "Jobs under way."),
     _gauge("queue_bytes", _STORE, "Bytes that wait to be written."),
+    _gauge("codec_error", _CODEC, "Mean relative error of the KV that codecs restore, sampled."),
+    _gauge("codec_attention_error", _CODEC, "Mean error of attention over it, sampled."),
+    _gauge("codec_ruled_out", _CODEC, "Layouts for which the accuracy guard has stopped it."),
     _gauge("target_used_bytes", _TARGET, "Bytes that the target's files take."),
     _gauge("target_capacity_bytes", _TARGET, "Bytes that they may take, where there is a limit."),
     _gauge("target_free_bytes", _TARGET, "Bytes free on the target's file system."),
     _gauge("target_reserve_bytes", _TARGET, "Bytes that must stay free there."),
     _gauge("target_blocks", _TARGET, "Blocks stored on the target."),
+    _gauge("target_read_bytes_per_second", _TARGET, "What the target delivers, measured."),
     _gauge("target_usable", _TARGET, "1 if the agent can look after the target, 0 otherwise."),
     _gauge("namespace_info", ("namespace", "engine", "model"), "1 for each namespace in use."),
 )
@@ -136,6 +153,7 @@ def families(snapshot: Snapshot) -> list[Metric]:
 def _counts(info: MetricInfo, snapshot: Snapshot) -> _Samples:
     split = info.counted.endswith(":")
     names = sorted(info.labels[:-1] if split else info.labels)
+    last = info.labels[-1] if info.labels else ""
     samples: dict[tuple[str, ...], float] = defaultdict(float)
     for pairs, values in snapshot.counts.groups():
         labels = dict(pairs)
@@ -146,8 +164,8 @@ def _counts(info: MetricInfo, snapshot: Snapshot) -> _Samples:
                 if name == info.counted:
                     samples[tuple(labels[label] for label in info.labels)] += value
             elif name.startswith(info.counted):
-                outcome = name.removeprefix(info.counted)
-                labels["outcome"] = outcome if outcome in _OUTCOMES else OTHER
+                value_of = name.removeprefix(info.counted)
+                labels[last] = value_of if value_of in _SPLITS[last] else OTHER
                 samples[tuple(labels[label] for label in info.labels)] += value
     return samples
 
@@ -192,15 +210,52 @@ def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, 
         queue = _dict(document.get("queue"))
         put("queue_jobs", labels, queue.get("jobs"))
         put("queue_bytes", labels, queue.get("pending_bytes"))
+        for codec, one in _guarded(document).items():
+            more = (*labels, codec)
+            put("codec_error", more, one.error, max)
+            put("codec_attention_error", more, one.attention, max)
+            put("codec_ruled_out", more, one.ruled_out, max)
         model = str(_dict(document.get("engine")).get("model") or "")
         if labels[0] not in (OTHER, "unknown"):
             put("namespace_info", (labels[0], labels[1], model), 1, max)
     for target in targets:
         labels = (str(target.get("name")),)
-        for name in ("used_bytes", "capacity_bytes", "free_bytes", "reserve_bytes", "blocks"):
+        for name in (
+            "used_bytes",
+            "capacity_bytes",
+            "free_bytes",
+            "reserve_bytes",
+            "blocks",
+            "read_bytes_per_second",
+        ):
             put(f"target_{name}", labels, target.get(name))
         put("target_usable", labels, int(not target.get("problem")))
     return dict(tally)
+
+
+@dataclass
+class _Guarded:
+    """A codec in one store, over its layouts."""
+
+    error: float = 0.0
+    attention: float = 0.0
+    ruled_out: int = 0
+
+
+def _guarded(document: Mapping[str, Any]) -> Mapping[str, _Guarded]:
+    """What the accuracy guard of a store says, by codec; the worst layout counts."""
+    out: dict[str, _Guarded] = {}
+    for item in _list(_dict(document.get("codecs")).get("guard")):
+        codec = str(item.get("codec"))
+        if codec not in _SPLITS["codec"] or not item.get("samples"):
+            continue
+        one = out.setdefault(codec, _Guarded())
+        for name in ("error", "attention"):
+            value = item.get(name)
+            if isinstance(value, (int, float)):
+                setattr(one, name, max(getattr(one, name), value))
+        one.ruled_out += bool(item.get("ruled_out"))
+    return out
 
 
 def _labels(document: Mapping[str, Any], namespaces: set[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lifeboat_cache.codecs.names import CODEC_NAMES
 from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.document import NOT_DROPPED
 from lifeboat_cache.registry.health import agent_of, problems
@@ -28,6 +29,14 @@ _SUMS = (
     "stored_bytes",
     "store_seconds",
     "bad_journal_entries",
+)
+_CODEC_SUMS = (
+    "encoded_blocks",
+    "encoded_raw_bytes",
+    "encoded_bytes",
+    "decoded_blocks",
+    "decoded_raw_bytes",
+    "decoded_bytes",
 )
 _TARGET_SUMS = ("evicted_blocks", "evicted_bytes", "reclaimed_bytes", "corrupt_blocks")
 
@@ -101,7 +110,17 @@ def _agent(entry: ProcessEntry | None, now: float) -> dict[str, Any] | None:
 
 
 def _store(entry: ProcessEntry, now: float) -> dict[str, Any]:
-    parts = ("engine", "namespace", "target", "index", "queue", "recovery", "recent")
+    parts = (
+        "engine",
+        "namespace",
+        "target",
+        "index",
+        "queue",
+        "recovery",
+        "recent",
+        "codecs",
+        "config",
+    )
     return {
         **_process(entry, now),
         **{name: _mapping(entry.document.get(name)) for name in parts},
@@ -123,7 +142,21 @@ def _sums(counts: Counts) -> dict[str, Any]:
             for reason, count in sorted(outcomes.items())
             if count and reason not in NOT_DROPPED
         }
+    sums["codecs"] = _codecs(counts)
     return sums
+
+
+def _codecs(counts: Counts) -> dict[str, dict[str, float]]:
+    """By codec: what has gone through it; ``ratio`` is bytes of KV per stored byte."""
+    found = {name: counts.parts(name) for name in _CODEC_SUMS}
+    used = [name for name in CODEC_NAMES if any(name in values for values in found.values())]
+    out: dict[str, dict[str, float]] = {}
+    for codec in used:
+        sums = {name: values.get(codec, 0) for name, values in found.items()}
+        stored = sums["encoded_bytes"] or sums["decoded_bytes"]
+        raw = sums["encoded_raw_bytes"] if sums["encoded_bytes"] else sums["decoded_raw_bytes"]
+        out[codec] = {**sums, "ratio": raw / stored if stored else 1.0}
+    return out
 
 
 def _rate(part: float, whole: float) -> float | None:

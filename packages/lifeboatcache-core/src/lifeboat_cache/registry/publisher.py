@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.document import (
@@ -21,6 +21,9 @@ from lifeboat_cache.registry.document import (
 from lifeboat_cache.registry.extra import facts_of
 from lifeboat_cache.registry.registration import Registration, Role
 from lifeboat_cache.registry.totals import fold
+
+if TYPE_CHECKING:
+    from lifeboat_cache.codecs.policy import CodecPolicy
 
 __all__ = ["RECENT_S", "StorePublisher"]
 
@@ -48,6 +51,8 @@ class StorePublisher:
         What else is known (see :func:`attach`, which adds to it).
     queue
         Numbers ``jobs``, ``pending_bytes`` and ``limit_bytes`` of the store.
+    codecs
+        The store's codecs: published, and told to look at files on this thread.
     role
         What the process is.
     """
@@ -59,12 +64,14 @@ class StorePublisher:
         extra: Callable[[], Mapping[str, Any]] | None = None,
         *,
         queue: Callable[[], Mapping[str, Any]] | None = None,
+        codecs: CodecPolicy | None = None,
         role: Role = "engine",
     ) -> None:
         self._store = store
         self._home = home
         self._extra = extra
         self._queue = queue
+        self._codecs = codecs
         self._samples: deque[tuple[float, dict[str, dict[str, int]]]] = deque()
         self._counts = Counts()
         self._counted: dict[str, float] = {}
@@ -89,12 +96,15 @@ class StorePublisher:
             if ask is not None:
                 facts.update(ask())
         self._count(facts)
+        codecs = self._codecs
         return store_document(
             self._store,
             facts=facts,
             queue={} if self._queue is None else self._queue(),
             recent=self._recent(),
             counters=self._counts,
+            codecs={} if codecs is None else codecs.facts(),
+            config={} if codecs is None else codecs.config_facts(),
         )
 
     def tick(self) -> None:
@@ -121,6 +131,7 @@ class StorePublisher:
 
     def _work(self) -> None:
         try:
+            self._look()
             registration = Registration(self._home, self._role, describe=self.document)
             self._registration = registration
             self._entered.set()
@@ -129,6 +140,7 @@ class StorePublisher:
                 self._wake.wait()
                 self._wake.clear()
                 if not self._closing:
+                    self._look()
                     registration.publish()
                     self._say()
             registration.close()
@@ -139,6 +151,15 @@ class StorePublisher:
         finally:
             self._entered.set()
 
+    def _look(self) -> None:
+        """See what has changed on files, which may take its time."""
+        try:
+            if self._codecs is not None:
+                self._codecs.look()
+        except Exception:  # a fault of ours: what holds now stays
+            _log.exception("LifeboatCache: changes are not followed any more; please report this")
+            self._codecs = None
+
     def _say(self) -> None:
         if self.reason and not self._said:
             self._said = True
@@ -148,6 +169,8 @@ class StorePublisher:
         # What was counted before a label was known stays where it was shown: a counter
         # that moved to other labels would look like one that fell.
         values = store_values(self._store.counters(), facts)
+        if self._codecs is not None:
+            values.update(self._codecs.counts.values())
         more = {name: value - self._counted.get(name, 0) for name, value in values.items()}
         labels = store_labels(self._store, facts)
         if {"unknown", "none"} & set(labels.values()):

@@ -20,6 +20,7 @@ from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.codecs.layout import KVLayout
+from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.index import Index
@@ -27,7 +28,7 @@ from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store.coding import CodecChoice, Codings, store_raw
+from lifeboat_cache.store.coding import Codings
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
 from lifeboat_cache.store.household import Alone, Companion
@@ -131,7 +132,7 @@ class BlockStore:
         integrity_key: bytes | None = None,
         shared_lookup: bool = True,
         companion: Companion | None = None,
-        codecs: CodecChoice | None = None,
+        codecs: CodecPolicy | None = None,
     ) -> None:
         self._find_namespace = namespace
         self._shared_lookup = shared_lookup
@@ -140,7 +141,7 @@ class BlockStore:
         self._index = Index()
         self._counters = Counters()
         self._codings = Codings()
-        self._codecs = codecs or store_raw
+        self._policy = codecs or CodecPolicy.fixed("raw")
         self._executor = Executor(io_workers, self._finish_tasks, integrity_key)
         self._staging = StagingArea(self._executor.submit)
         self._integrity_key = integrity_key
@@ -489,6 +490,7 @@ class BlockStore:
         return quiet
 
     def _let_go(self) -> None:
+        self._policy.close()
         self._flush_accesses()
         for part in (self._writer, self._reader):
             if part is not None:
@@ -597,13 +599,31 @@ class BlockStore:
                     self._unstage(task.detail.staging)
             job, size = task.job
             job.outcomes[task.blocks] = task.outcomes
-            done = task.outcomes == Outcome.OK
-            moved = stored = int(task.lengths[done].sum())
-            if task.coding is not None or isinstance(task.detail, Written):
-                moved = int(job.batch.buffers.sizes()[task.blocks[done]].sum())
-            self._counters.moved(job.kind, stored)
-            if job.finish_part(moved):
+            if job.finish_part(self._account(job, task)):
                 self._complete(job, size)
+
+    def _account(self, job: Job, task: IoTask) -> int:
+        """Count what a task has moved; returns how many bytes of the caller's that are."""
+        done = np.flatnonzero(task.outcomes == Outcome.OK)
+        stored = task.lengths[done]
+        sizes = job.batch.buffers.sizes()[task.blocks[done]]
+        self._counters.moved(job.kind, int(stored.sum()))
+        codecs = np.full(done.shape[0], task.codec, dtype=np.uint16)
+        counts = self._policy.counts
+        if job.kind == "load":
+            counts.loaded(codecs, sizes, stored)
+        else:
+            counts.stored(codecs, sizes, stored)
+            if done.shape[0] and self._policy.guard.wants(task.codec):
+                self._offer(job.batch, int(task.blocks[done[0]]), task.codec)
+        return int(sizes.sum())
+
+    def _offer(self, batch: BlockBatch, block: int, codec: int) -> None:
+        """Let the guard compare a block with what is stored of it, on a thread of its own."""
+        layout = self._codings.layout(int(batch.tags()[block]))
+        if layout is not None:
+            pieces = [np.frombuffer(piece, dtype=np.uint8) for piece in batch.buffers.pieces(block)]
+            self._policy.guard.offer(layout, codec, np.concatenate(pieces))
 
     def _finish_encoding(self, task: IoTask) -> None:
         """Give blocks room whose length is known now, and write them."""
@@ -680,7 +700,7 @@ class BlockStore:
         keys = self._index.as_keys(batch.keys)
         found = self._index.gather(keys)
         sizes = batch.buffers.sizes()
-        same = found.found & same_shape(found, sizes, batch.layout, self._codings)
+        same = found.found & same_shape(found, sizes, batch.tags(), self._codings)
         outcomes[same] = Outcome.PRESENT
         large = sizes > MOST_BYTES
         if large.any():
@@ -715,14 +735,24 @@ class BlockStore:
             self._codings,
             part_bytes,
         )
-        layout = self._codings.layout(batch.layout)
-        codecs = np.zeros(wanted.shape[0], dtype=np.uint16)
-        if layout is not None:
-            fitting = sizes[wanted] == layout.nbytes
-            codecs[fitting] = self._codecs(layout, batch, wanted[fitting])
-        for blocks, answers, tasks in plan.tasks(wanted, codecs):
+        for blocks, answers, tasks in plan.tasks(wanted, self._choose(batch, wanted)):
             outcomes[blocks] = answers
             yield tasks
+
+    def _choose(self, batch: BlockBatch, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+        """The codec of each of some blocks of a batch."""
+        codecs = np.zeros(blocks.shape[0], dtype=np.uint16)
+        tags, sizes = batch.tags()[blocks], batch.buffers.sizes()[blocks]
+        for tag in set(tags.tolist()):
+            layout = self._codings.layout(tag)
+            if layout is None:
+                continue
+            mine = np.flatnonzero((tags == np.uint64(tag)) & (sizes == layout.nbytes))
+            positions = None
+            if batch.positions is not None:
+                positions = [batch.positions[block] for block in blocks[mine].tolist()]
+            codecs[mine] = self._policy.choose(layout).codecs(positions, mine.shape[0])
+        return codecs
 
     def _finish_stores(self, tasks: list[IoTask]) -> None:
         """Journal what has been written, of all tasks of a writer together."""
@@ -923,6 +953,7 @@ class BlockStore:
                 self._reason = "; ".join(skipped)
                 self._namespace, self._target, self._reader = namespace, target, reader
                 self._binding = Binding(namespace.digest)
+                self._policy.opened(target)
                 waiting, self._waiting = self._waiting, []
                 if self._state is State.OPENING:
                     self._state = State.RECOVERING

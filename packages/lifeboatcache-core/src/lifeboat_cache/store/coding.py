@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.codecs.recipes import CODECS, RAW, CodedLayout, coded_layout
 from lifeboat_cache.kernels import io_layout as layout
 
-__all__ = ["PAGE", "CodecChoice", "Coding", "Codings", "store_raw", "whole_pages"]
-
-#: Chooses codecs: given a layout, a batch and which of its blocks are to be stored (int64
-#: ``(n,)``; all of that layout), one codec for all of them or uint16 ``(n,)``.
-CodecChoice = Callable[
-    [KVLayout, BlockBatch, npt.NDArray[np.int64]], "int | npt.NDArray[np.uint16]"
-]
-
-
-def store_raw(layout: KVLayout, batch: BlockBatch, blocks: npt.NDArray[np.int64]) -> int:
-    """Choose no codec."""
-    del layout, batch, blocks
-    return RAW
-
+__all__ = ["PAGE", "Coding", "Codings", "whole_pages"]
 
 #: A stored block begins on such a boundary.
 PAGE = 4096
@@ -82,17 +67,19 @@ class Codings:
     def known(
         self,
         codecs: npt.NDArray[np.uint16],
-        tag: int,
+        tags: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.bool_]:
-        """Which blocks of a layout can be restored, given their codecs and their own sizes."""
-        described = self._layouts.get(tag)
-        if described is None:
-            raw: npt.NDArray[np.bool_] = codecs == RAW
-            return raw
-        coded: npt.NDArray[np.bool_] = np.isin(codecs, list(CODECS)) & (sizes == described.nbytes)
-        either: npt.NDArray[np.bool_] = (codecs == RAW) | coded
-        return either
+        """Which blocks can be restored, given their codecs, layouts and own sizes."""
+        known: npt.NDArray[np.bool_] = codecs == RAW
+        if known.all():
+            return known
+        coded = np.isin(codecs, list(CODECS))
+        for tag in set(tags[~known].tolist()):
+            described = self._layouts.get(tag)
+            if described is not None:
+                known |= coded & (tags == np.uint64(tag)) & (sizes == described.nbytes)
+        return known
 
     def coding(
         self, tag: int, codec: int, iov: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64]

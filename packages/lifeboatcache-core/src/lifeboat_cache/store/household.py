@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from lifeboat_cache.codecs.policy import CodecPolicy
     from lifeboat_cache.registry.publisher import StorePublisher
     from lifeboat_cache.store.block_store import BlockStore
 
@@ -53,10 +54,13 @@ class Household:
         The home directory.
     autostart
         Whether to start the agent when there is none.
+    codecs
+        The store's codecs, which follow the configuration and are published too.
     """
 
-    def __init__(self, home: Path, *, autostart: bool) -> None:
+    def __init__(self, home: Path, *, autostart: bool, codecs: CodecPolicy | None = None) -> None:
         self._home = home
+        self._codecs = codecs
         self._autostart = autostart
         self._publisher: StorePublisher | None = None
 
@@ -68,7 +72,7 @@ class Household:
     def _publish(self, store: BlockStore) -> None:
         from lifeboat_cache.registry.publisher import StorePublisher  # it imports this package
 
-        self._publisher = StorePublisher(store, self._home, queue=store.queue)
+        self._publisher = StorePublisher(store, self._home, queue=store.queue, codecs=self._codecs)
 
     def tick(self) -> None:
         """See :class:`Companion`."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.codecs.recipes import RAW
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.store.coding import Coding
 
@@ -102,6 +103,8 @@ class IoTask:
         uint8 ``(n,)`` of :class:`Outcome`, filled in.
     holds
         What has to stay alive meanwhile: open files, the caller's memory.
+    codec
+        In which codec the blocks are stored.
     coding
         The coders between the caller's memory and the file, if any.
     staging, places
@@ -126,6 +129,7 @@ class IoTask:
     chunk_bytes: int
     outcomes: npt.NDArray[np.uint8]
     holds: Sequence[Any] = ()
+    codec: int = RAW
     coding: Coding | None = None
     staging: npt.NDArray[np.uint8] | None = None
     places: npt.NDArray[np.int64] | None = None

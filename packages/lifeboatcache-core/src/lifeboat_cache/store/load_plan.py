@@ -88,7 +88,7 @@ class LoadPlan:
         self._codings = codings
         self._found = found = index.gather(keys)
         sizes = batch.buffers.sizes()
-        fits = found.found & same_shape(found, sizes, batch.layout, codings)
+        fits = found.found & same_shape(found, sizes, batch.tags(), codings)
         self.outcomes = np.full(len(batch), Outcome.PENDING, dtype=np.uint8)
         self.outcomes[~found.found] = Outcome.MISSING
         self.outcomes[found.found & ~fits] = Outcome.MISMATCH
@@ -107,10 +107,12 @@ class LoadPlan:
         for first, last in slices(lengths):
             wanted, which = self._wanted[first:last], self._which[first:last]
             algorithms, codecs = self._found.algorithm[wanted], self._found.codec[wanted]
+            # Only what goes through coders has to be of one layout.
+            tags = np.where(codecs == RAW, np.uint64(0), self._found.layout[wanted])
             tasks: list[IoTask] = []
-            kinds = set(zip(algorithms.tolist(), codecs.tolist(), strict=True))
-            for algorithm, codec in sorted(kinds):
-                mine = (algorithms == algorithm) & (codecs == codec)
+            kinds = set(zip(algorithms.tolist(), codecs.tolist(), tags.tolist(), strict=True))
+            for algorithm, codec, tag in sorted(kinds):
+                mine = (algorithms == algorithm) & (codecs == codec) & (tags == np.uint64(tag))
                 tasks += _reads(
                     self._batch,
                     self._keys,
@@ -121,6 +123,7 @@ class LoadPlan:
                     self._binding,
                     algorithm,
                     codec,
+                    tag,
                     self._codings,
                     part_bytes,
                 )
@@ -128,14 +131,17 @@ class LoadPlan:
 
 
 def same_shape(
-    found: Gathered, sizes: npt.NDArray[np.int64], layout_tag: int, codings: Codings
+    found: Gathered,
+    sizes: npt.NDArray[np.int64],
+    tags: npt.NDArray[np.uint64],
+    codings: Codings,
 ) -> npt.NDArray[np.bool_]:
     """Which records can be loaded into blocks of these sizes and this layout."""
     same: npt.NDArray[np.bool_] = (
         (found.raw_length == sizes)
         & ((found.stored_length == sizes) | (found.codec != RAW))
-        & (found.layout == np.uint64(layout_tag))
-        & codings.known(found.codec, layout_tag, sizes)
+        & (found.layout == tags)
+        & codings.known(found.codec, tags, sizes)
     )
     return same
 
@@ -191,12 +197,13 @@ def _reads(
     binding: Binding,
     algorithm: int,
     codec: int,
+    tag: int,
     codings: Codings,
     part_bytes: int,
 ) -> list[IoTask]:
     """Tasks that read blocks in the order of their places."""
     iov, starts = gather_pieces(batch.buffers, blocks)
-    coding = codings.coding(batch.layout, codec, iov, starts)
+    coding = codings.coding(tag, codec, iov, starts)
     aligned = coding is None and batch.buffers.aligned(ALIGNMENT)
     descriptors, mode = ways(files, aligned)
     descriptors, mode = descriptors[which], mode[which]
@@ -242,6 +249,7 @@ def _reads(
                     [files[number] for number in np.unique(which[part]).tolist()],
                     batch.buffers.owner,
                 ),
+                codec=codec,
                 coding=coding,
                 detail=places[part],
             )

@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.config import Config
+from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.config.paths import home_directory
 from lifeboat_cache.errors import ConfigError
 from lifeboat_cache.integrity import (
@@ -29,22 +31,30 @@ def configured_targets(config: Config) -> list[Target]:
 
 
 def open_block_store(
-    config: Config,
+    config: Config | LiveConfig,
     namespace: Namespace | Callable[[], Namespace],
     *,
     pending_bytes: int = DEFAULT_PENDING_BYTES,
+    native: bool = False,
 ) -> BlockStore:
     """Open the store of one namespace.
 
     Parameters
     ----------
     config
-        Where and with how many workers.
+        Where and with how many workers. A :class:`LiveConfig` is followed while the store is
+        open.
     namespace
         See :class:`BlockStore`.
     pending_bytes
         Bound of bytes that wait to be written.
+    native
+        Whether it is that of an engine's native mode: then ``engine.native_codec`` says whether
+        blocks are kept exactly.
     """
+    home = home_directory(os.environ)
+    policy = CodecPolicy(config, native=native, home=home)
+    config = config.config if isinstance(config, LiveConfig) else config
     key: IntegrityKey | None = None
     try:
         key = configured_integrity_key(config)
@@ -57,7 +67,8 @@ def open_block_store(
         pending_bytes=pending_bytes,
         shared_lookup=config.storage.shared_lookup,
         integrity_key=None if key is None else key.secret,
-        companion=Household(home_directory(os.environ), autostart=config.agent.autostart),
+        companion=Household(home, autostart=config.agent.autostart, codecs=policy),
+        codecs=policy,
     )
 
 

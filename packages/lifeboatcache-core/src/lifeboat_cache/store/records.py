@@ -67,7 +67,7 @@ def record_entries(
     entries["stored_length"] = entries["raw_length"] = batch.buffers.sizes()[blocks]
     if stored is not None:
         entries["stored_length"] = stored
-    entries["layout"] = batch.layout
+    entries["layout"] = batch.tags()[blocks]
     entries["salt"] = batch.salt
     entries["time"] = coarse_time()
     entries["codec"] = codec

@@ -92,18 +92,19 @@ class StorePlan:
             Writes, of which ``task.detail`` is :class:`Written`; or encode tasks, of which it
             is :class:`Unsized`: :meth:`sized` plans their writes when they are done.
         """
-        kinds = sorted(set(codecs.tolist()))
-        for codec in kinds:
-            mine = blocks if len(kinds) == 1 else blocks[codecs == codec]
+        # Only what goes through coders has to be of one layout.
+        tags = np.where(codecs == RAW, np.uint64(0), self.batch.tags()[blocks])
+        for codec, tag in sorted(set(zip(codecs.tolist(), tags.tolist(), strict=True))):
+            mine = blocks[(codecs == codec) & (tags == np.uint64(tag))]
             for first, last in slices(self.batch.buffers.sizes()[mine]):
                 some = mine[first:last]
-                yield some, *self._some(some, codec)
+                yield some, *self._some(some, codec, tag)
 
     def _some(
-        self, blocks: npt.NDArray[np.int64], codec: int
+        self, blocks: npt.NDArray[np.int64], codec: int, tag: int
     ) -> tuple[npt.NDArray[np.uint8], list[IoTask]]:
         iov, starts = gather_pieces(self.batch.buffers, blocks)
-        coding = self.codings.coding(self.batch.layout, codec, iov, starts)
+        coding = self.codings.coding(tag, codec, iov, starts)
         if coding is None:
             return self._writes(blocks, RAW, self.batch.buffers.sizes()[blocks], iov, starts)
         size = coding.coded.fixed_bytes
@@ -216,6 +217,7 @@ class StorePlan:
                     chunk_bytes=chunk_bytes(room.file),
                     outcomes=np.full(count, Outcome.PENDING, dtype=np.uint8),
                     holds=(self.batch.buffers.owner,),
+                    codec=codec,
                     coding=coding,
                     detail=Written(writer, room.file, entries[part], staging),
                 )

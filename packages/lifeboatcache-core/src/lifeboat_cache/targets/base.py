@@ -346,6 +346,9 @@ class Target(ABC):
     #: Name from the configuration.
     name: str
 
+    #: Kind of storage, as in ``storage.tiers[].type``; decides its rung.
+    type: str = "filesystem"
+
     @property
     @abstractmethod
     def location(self) -> str:

@@ -1,0 +1,312 @@
+"""The accuracy guard: compares a few of the blocks that are stored with what is kept of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.codecs.blocks import decode_block, encode_block
+from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
+from lifeboat_cache.codecs.names import FP8, LBQ2, LBQ3, LBQ4, RAW, codec_name, is_exact
+from lifeboat_cache.codecs.recipes import CodedLayout, coded_layout
+from lifeboat_cache.errors import FormatError
+from lifeboat_cache.kernels import codec_layout as columns
+
+__all__ = ["LIMITS", "Compare", "Guard", "Standing"]
+
+_log = logging.getLogger("lifeboat_cache")
+
+#: The most that a codec's relative reconstruction error may be on average: about twice what it
+#: is for the KV of models that it suits.
+LIMITS: dict[int, float] = {FP8: 0.06, LBQ4: 0.25, LBQ3: 0.4, LBQ2: 0.7}
+
+#: So many samples are looked at before anything is concluded from them.
+_LEAST_SAMPLES = 8
+
+#: What a mean goes back to, in samples.
+_MEMORY = 64
+
+#: One part in so many of a core's time.
+_SHARE = 100
+
+#: At least so many seconds between two samples.
+_PAUSE_S = 0.25
+
+#: Bytes per second at which the store copies a block for the guard, for the account.
+_COPY = 2e9
+
+#: Larger errors count as this one.
+_WORST = 100.0
+
+_NICE = 10
+
+_EXACT_CODERS = frozenset({columns.CODER_COPY, columns.CODER_LOSSLESS, columns.CODER_DENSE})
+
+#: Relative reconstruction error and attention error of one tensor that was restored: the
+#: tensor, the keys of the same layer in its block (or itself), the original, the restored payload.
+Compare = Callable[
+    [TensorLayout, TensorLayout, npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
+    tuple[float, float],
+]
+
+
+@dataclass
+class Standing:
+    """What is known of a codec for blocks of one layout.
+
+    Attributes
+    ----------
+    samples
+        Comparisons so far.
+    error
+        Mean relative reconstruction error: the norm of the difference by that of the original.
+    attention
+        Mean error of attention over the block with its own keys as queries.
+    why
+        Why the codec is not used for this layout any more; empty if it is.
+    """
+
+    samples: int = 0
+    error: float = 0.0
+    attention: float = 0.0
+    why: str = ""
+
+    def add(self, error: float, attention: float) -> None:
+        """Take in a comparison."""
+        self.samples += 1
+        part = 1 / min(self.samples, _MEMORY)
+        self.error += (error - self.error) * part
+        self.attention += (attention - self.attention) * part
+
+
+@dataclass
+class _Sample:
+    layout: KVLayout
+    codec: int
+    payload: npt.NDArray[np.uint8]
+
+
+class Guard:
+    """Samples blocks, keeps account of errors, and rules codecs out.
+
+    Works on a thread of its own, which is started by the first sample and takes about one
+    hundredth of a core.
+
+    Parameters
+    ----------
+    active
+        Whether it takes samples at all.
+    compare
+        How to compare; by default as :mod:`lifeboat_cache.codecs.quality` does.
+    """
+
+    def __init__(self, *, active: bool = True, compare: Compare | None = None) -> None:
+        self._active = active
+        self._compare = compare
+        self._next = 0.0
+        self._wake = threading.Condition()
+        self._sample: _Sample | None = None
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._standings: dict[tuple[int, int], Standing] = {}
+        self._ruled_out: Mapping[tuple[int, int], str] = {}
+        self._random = random.Random()
+
+    # For the store ----------------------------------------------------------
+
+    def wants(self, codec: int) -> bool:
+        """Whether to :meth:`offer` a block that goes through this codec; costs next to nothing."""
+        return self._active and codec != RAW and time.monotonic() >= self._next and not self._busy
+
+    def offer(self, layout: KVLayout, codec: int, payload: npt.NDArray[np.uint8]) -> None:
+        """Have a block compared, soon; returns at once.
+
+        Parameters
+        ----------
+        layout, codec
+            Its layout, and the codec that it is stored with.
+        payload
+            uint8 ``(layout.nbytes,)``: a copy of its bytes, which the guard keeps.
+        """
+        if not self._active or self._process != os.getpid():
+            return
+        with self._wake:
+            if self._busy:
+                return
+            self._sample, self._busy = _Sample(layout, codec, payload), True
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="lifeboat-guard", daemon=True
+                )
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no threads are left: nothing is compared
+                    self._thread, self._active = None, False
+                    return
+            self._wake.notify()
+
+    def ruled_out(self) -> Mapping[tuple[int, int], str]:
+        """By layout tag and codec: why it is not used any more. Replaced, never changed."""
+        return self._ruled_out
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What is published: one entry for each layout and codec that was compared."""
+        return [
+            {
+                "layout": f"{tag:016x}",
+                "codec": codec_name(codec),
+                "samples": one.samples,
+                "error": one.error,
+                "attention": one.attention,
+                "limit": LIMITS.get(codec, 0.0),
+                "ruled_out": one.why,
+            }
+            for (tag, codec), one in list(self._standings.items())
+        ]
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End the thread. Idempotent."""
+        self._active = False
+        with self._wake:
+            self._sample = None
+            self._wake.notify()
+        thread = self._thread
+        if thread is not None and self._process == os.getpid():
+            thread.join(timeout)
+
+    # The thread -------------------------------------------------------------
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, 0, _NICE)  # of this thread, on Linux
+        while True:
+            with self._wake:
+                while self._sample is None and self._active:
+                    self._wake.wait()
+                if not self._active:
+                    return
+                sample, self._sample = self._sample, None
+            began = time.thread_time()
+            if sample is not None:
+                copied = sample.payload.nbytes / _COPY
+                try:
+                    self._look_at(sample)
+                except Exception:  # a fault of ours: the store goes on without a guard
+                    _log.exception(
+                        "LifeboatCache: comparing a block failed, no more are compared; please "
+                        "report this"
+                    )
+                    self._active = False
+                    return
+                del sample
+                took = time.thread_time() - began + copied
+                self._next = time.monotonic() + max(_PAUSE_S, _SHARE * took)
+            self._busy = False
+
+    def _look_at(self, sample: _Sample) -> None:
+        layout, codec = sample.layout, sample.codec
+        part = _part(layout, codec, self._random)
+        if part is None:
+            return
+        restored = np.zeros_like(sample.payload)
+        problem = ""
+        try:
+            decode_block(part, encode_block(part, sample.payload), restored)
+        except (FormatError, ValueError) as error:
+            problem = f"it does not restore a block ({error})"
+        name = (layout.tag, codec)
+        standing = self._standings.setdefault(name, Standing())
+        if is_exact(codec):
+            same = not problem and all(
+                np.array_equal(tensor.gather(sample.payload), tensor.gather(restored))
+                for tensor in part.layout.tensors
+            )
+            standing.add(float(not same), float(not same))
+            if not same:
+                self._rule_out(name, problem or "it does not give back what was stored")
+            return
+        if problem:
+            standing.add(1.0, 1.0)
+            self._rule_out(name, problem)
+            return
+        errors = [
+            self._compared(tensor, part.layout, sample.payload, restored)
+            for tensor in part.layout.tensors
+        ]
+        standing.add(
+            _bounded(np.mean([error for error, _ in errors])),
+            _bounded(np.mean([attention for _, attention in errors])),
+        )
+        limit = LIMITS.get(codec, np.inf)
+        if standing.samples >= _LEAST_SAMPLES and not standing.error <= limit:
+            self._rule_out(
+                name,
+                f"the error of {codec_name(codec)} is {standing.error:.2g} of the values here "
+                f"({standing.samples} samples), more than {limit:g}",
+            )
+
+    def _compared(
+        self,
+        tensor: TensorLayout,
+        layout: KVLayout,
+        original: npt.NDArray[np.uint8],
+        restored: npt.NDArray[np.uint8],
+    ) -> tuple[float, float]:
+        compare = self._compare
+        if compare is None:
+            quality = importlib.import_module("lifeboat_cache.codecs.quality")
+            compare = self._compare = cast("Compare", quality.compare)
+        keys = next((one for one in layout.tensors if one.role == "key"), tensor)
+        return compare(tensor, keys, original, restored)
+
+    def _rule_out(self, name: tuple[int, int], why: str) -> None:
+        standing = self._standings[name]
+        if standing.why:
+            return
+        tag, codec = name
+        standing.why = why
+        self._ruled_out = {**self._ruled_out, name: why}
+        say = _log.error if is_exact(codec) else _log.warning
+        say(
+            "LifeboatCache: %s is not used any more for blocks of layout %016x: %s%s",
+            codec_name(codec),
+            tag,
+            why,
+            "; please report this" if is_exact(codec) else "",
+        )
+
+
+def _bounded(error: float | np.floating[Any]) -> float:
+    """An error that a mean can bear: one without bounds would never be forgotten."""
+    return min(float(error), _WORST) if np.isfinite(error) else _WORST
+
+
+def _part(layout: KVLayout, codec: int, chance: random.Random) -> CodedLayout | None:
+    """One layer of a block, as the codec stores it: the whole would take too long."""
+    coded = coded_layout(layout, codec)
+    known = [
+        (tensor, coder)
+        for tensor, coder in zip(layout.tensors, coded.coders, strict=True)
+        if (coder[0] in _EXACT_CODERS) == is_exact(codec) and coder[0] != columns.CODER_COPY
+    ]
+    if not known:
+        return None
+    layer = chance.choice(sorted({tensor.layer for tensor, _ in known}))
+    mine = [(tensor, coder) for tensor, coder in known if tensor.layer == layer]
+    return CodedLayout(
+        KVLayout(layout.nbytes, tuple(tensor for tensor, _ in mine)),
+        codec,
+        tuple(coder for _, coder in mine),
+    )
