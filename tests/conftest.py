@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_server import SglangServer, StartSglang
 from vllm_server import StartServer, VllmServer
 
 from lifeboat_cache import kernels
@@ -50,5 +51,20 @@ def start_server(model: Path, tmp_path: Path) -> Iterator[StartServer]:
             count += 1
             options.setdefault("log", tmp_path / f"server-{count}.log")
             return stack.enter_context(VllmServer(options.pop("model", model), **options))
+
+        yield start
+
+
+@pytest.fixture
+def start_sglang(model: Path, tmp_path: Path) -> Iterator[StartSglang]:
+    """A function that starts SGLang servers; what it started is stopped in the end."""
+    with ExitStack() as stack:
+        count = 0
+
+        def start(**options: Any) -> SglangServer:
+            nonlocal count
+            count += 1
+            options.setdefault("log", tmp_path / f"server-{count}.log")
+            return stack.enter_context(SglangServer(options.pop("model", model), **options))
 
         yield start

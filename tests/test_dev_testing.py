@@ -43,23 +43,20 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
 
 
 def test_everything_passes(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = run_pytest(0, 0, 0, 0)
+    commands = run_pytest(*[0] * 6)
     assert testing.run_tests([], full=False) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "12 passed, 0 failed, 4 skipped"
+    assert capsys.readouterr().out.splitlines()[-1] == "18 passed, 0 failed, 6 skipped"
     assert all("not full" in command for command in commands)
 
 
 def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
     run_pytest: _Pytest, tmp_path: Path
 ) -> None:
-    commands = run_pytest(0, 0, 0, 0, 0)
+    commands = run_pytest(*[0] * 7)
     assert testing.run_tests([], full=True) == 0
     assert not any("not full" in command for command in commands)
     assert [f"PYTHONPATH={tmp_path / 'next'}" in command for command in commands] == [
-        False,
-        False,
-        False,
-        False,
+        *[False] * 6,
         True,
     ]
 
@@ -67,14 +64,14 @@ def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
 def test_failure_fails_and_the_rest_still_runs(
     run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = run_pytest(1, 0, 0, 0)
+    commands = run_pytest(1, *[0] * 5)
     assert testing.run_tests([], full=False) == 1
-    assert len(commands) == 4
-    assert capsys.readouterr().out.splitlines()[-1] == "11 passed, 1 failed, 4 skipped"
+    assert len(commands) == 6
+    assert capsys.readouterr().out.splitlines()[-1] == "17 passed, 1 failed, 6 skipped"
 
 
 def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_pytest(0, 0, 0, 0)
+    run_pytest(*[0] * 6)
 
     def fail() -> None:
         raise DevError("unused import")
@@ -84,12 +81,12 @@ def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch
 
 
 def test_empty_suite_fails(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    run_pytest(0, 5, 0, 0)
+    run_pytest(0, 5, *[0] * 4)
     assert testing.run_tests([], full=False) == 1
     assert "a suite without tests proves nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5, 5), 0), ((5, 5, 5, 5), 1)])
+@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5, 5, 5, 5), 0), ((5,) * 6, 1)])
 def test_selection_may_leave_suites_empty_but_not_all(
     run_pytest: _Pytest, codes: tuple[int, ...], expected: int
 ) -> None:
@@ -107,13 +104,38 @@ def test_path_goes_to_its_suite_alone(run_pytest: _Pytest, monkeypatch: pytest.M
 
 
 def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
-    commands = run_pytest(0, 0, 0)
+    commands = run_pytest(*[0] * 4)
     assert testing.run_tests([str(ROOT / "packages")], full=False) == 0
     assert [Path(command[-1]).parent.name for command in commands] == [
         "lifeboatcache-core",
         "lifeboatcache",
         "lifeboatcache-vllm",
+        "lifeboatcache-sglang",
     ]
+
+
+def test_engines_share_a_directory_of_tests(run_pytest: _Pytest) -> None:
+    (ours,) = [suite for suite in testing._SUITES if suite.name == "whole-sglang"]
+    tests = ours.all_tests()
+    assert str(ROOT / "tests" / "test_sglang_restart.py") in tests
+    commands = run_pytest(0, 0)
+    assert testing.run_tests([str(ROOT / "tests")], full=False) == 0
+    for_vllm, for_sglang = commands
+    assert for_vllm[-2:] == [
+        f"--ignore-glob={ROOT / 'tests' / 'test_sglang_*.py'}",
+        str(ROOT / "tests"),
+    ]
+    assert for_sglang[-len(tests) :] == tests
+
+
+@pytest.mark.parametrize("name", ["test_sglang_restart.py", "test_dev_testing.py"])
+def test_a_file_goes_to_its_engine(run_pytest: _Pytest, name: str) -> None:
+    commands = run_pytest(0)
+    path = str(ROOT / "tests" / name)
+    assert testing.run_tests([path], full=False) == 0
+    (command,) = commands
+    report = next(word for word in command if word.startswith("--junitxml="))
+    assert ("sglang" in report) is ("sglang" in name)
 
 
 def test_path_outside_every_suite_is_refused(run_pytest: _Pytest) -> None:

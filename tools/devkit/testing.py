@@ -1,6 +1,7 @@
 """``dev.py test``: everything that CI runs, and one closing line."""
 
 import dataclasses
+import fnmatch
 import functools
 import time
 import xml.etree.ElementTree
@@ -22,14 +23,60 @@ _NO_TESTS = 5  # pytest's exit code when it collected or selected none
 
 @dataclasses.dataclass(frozen=True)
 class _Suite:
-    """Tests that run in one environment, that of the engine or core's."""
+    """Tests that run in one environment, that of an engine or core's.
+
+    Attributes
+    ----------
+    name
+        What the suite is called.
+    directory
+        Where its tests are.
+    environment
+        ``core``, ``vllm`` or ``sglang``.
+    files
+        Which files of the directory are its tests, where another suite has the others.
+    """
 
     name: str
     directory: Path
-    engine: bool
+    environment: str
+    files: str = ""
+
+    @property
+    def engine(self) -> bool:
+        """Whether the tests need an engine, and its model."""
+        return self.environment != "core"
 
     def python(self) -> Path:
-        return recipes.vllm().make() if self.engine else core_python()
+        make: dict[str, Callable[[], Path]] = {
+            "core": core_python,
+            "sglang": lambda: recipes.sglang().make(),
+            "vllm": lambda: recipes.vllm().make(),
+        }
+        return make[self.environment]()
+
+    def all_tests(self) -> list[str]:
+        """Return the arguments for pytest that stand for the whole suite."""
+        if self.files:
+            return sorted(map(str, self.directory.glob(self.files)))
+        others = [
+            f"--ignore-glob={other.directory / other.files}"
+            for other in _SUITES
+            if other.files and other.directory == self.directory
+        ]
+        return [*others, str(self.directory)]
+
+    def holds(self, path: Path) -> bool:
+        """Whether a path is one of the suite's, or below one."""
+        if not path.is_relative_to(self.directory):
+            return False
+        name = next(iter(path.relative_to(self.directory).parts), "")
+        if self.files:
+            return fnmatch.fnmatch(name, self.files)
+        return not any(
+            other.files and other.directory == self.directory and other.holds(path)
+            for other in _SUITES
+        )
 
 
 @dataclasses.dataclass
@@ -68,10 +115,12 @@ _NEXT_VLLM_TESTS = (
 )
 
 _SUITES = (
-    _Suite("core", ROOT / "packages" / "lifeboatcache-core" / "tests", engine=False),
-    _Suite("metapackage", ROOT / "packages" / "lifeboatcache" / "tests", engine=False),
-    _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", engine=True),
-    _Suite("whole", ROOT / "tests", engine=True),
+    _Suite("core", ROOT / "packages" / "lifeboatcache-core" / "tests", "core"),
+    _Suite("metapackage", ROOT / "packages" / "lifeboatcache" / "tests", "core"),
+    _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", "vllm"),
+    _Suite("sglang", ROOT / "packages" / "lifeboatcache-sglang" / "tests", "sglang"),
+    _Suite("whole", ROOT / "tests", "vllm"),
+    _Suite("whole-sglang", ROOT / "tests", "sglang", files="test_sglang_*.py"),
 )
 
 
@@ -131,7 +180,7 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
         )
         steps.append((f"tests of {suite.name}", run))
     if full and not arguments:
-        suite = _Suite(f"vllm-{NEXT_VLLM}", ROOT, engine=True)
+        suite = _Suite(f"vllm-{NEXT_VLLM}", ROOT, "vllm")
         run = functools.partial(
             _run_suite, suite, list(map(str, _NEXT_VLLM_TESTS)), full=full, must_run=True,
             counts=counts, ran=ran, release=make_next_vllm,
@@ -166,14 +215,14 @@ def _select(arguments: Sequence[str]) -> list[tuple[_Suite, list[str]]]:
     }
     options = [argument for argument in arguments if argument not in places]
     if not places:
-        return [(suite, [*options, str(suite.directory)]) for suite in _SUITES]
+        return [(suite, [*options, *suite.all_tests()]) for suite in _SUITES]
     chosen: list[tuple[_Suite, list[str]]] = []
     homeless = set(places)
     for suite in _SUITES:
-        inside = [name for name, path in places.items() if path.is_relative_to(suite.directory)]
         around = [name for name, path in places.items() if suite.directory.is_relative_to(path)]
+        inside = [name for name, path in places.items() if suite.holds(path)]
         homeless.difference_update(inside, around)
-        paths = [str(suite.directory)] if around else [*inside]
+        paths = suite.all_tests() if around else inside
         if paths:
             chosen.append((suite, [*options, *paths]))
     if homeless:
