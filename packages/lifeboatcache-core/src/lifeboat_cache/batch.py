@@ -191,7 +191,10 @@ class BlockBatch:
 
     def tags(self) -> _U64:
         """uint64 ``(n_blocks,)``: layout tag of each block."""
-        return np.full(len(self), self.layout, dtype=np.uint64)
+        if isinstance(self.layout, int):
+            return np.full(len(self), self.layout, dtype=np.uint64)
+        # Not by way of numpy's own choice of a dtype, which would round them.
+        return np.array(self.layout, dtype=np.uint64)
 
     def window(self, first: int, last: int) -> BlockBatch:
         """The blocks ``first:last``."""

@@ -10,6 +10,7 @@ from typing import Literal
 __all__ = [
     "ALIASES",
     "AUTO",
+    "CODECS",
     "CODEC_NAMES",
     "DENSE",
     "FP8",
@@ -40,6 +41,9 @@ CodecName = Literal["raw", "lossless", "dense", "fp8", "lbq4", "lbq3", "lbq2"]
 
 #: By number. In this order each is at most as precise as those before it.
 CODEC_NAMES: tuple[CodecName, ...] = ("raw", "lossless", "dense", "fp8", "lbq4", "lbq3", "lbq2")
+
+#: Their numbers. What a codec stores differently some day gets another number.
+CODECS = frozenset(range(len(CODEC_NAMES)))
 
 #: Names of others for codecs of the same class.
 ALIASES: dict[str, CodecName] = {"turboquant4": "lbq4", "turboquant3": "lbq3", "oscar2": "lbq2"}

@@ -12,45 +12,10 @@ import numpy.typing as npt
 
 from lifeboat_cache.codecs.coder import Coder
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
+from lifeboat_cache.codecs.names import FP8, LBQ2, LBQ3, LBQ4
 from lifeboat_cache.kernels import codec_layout as columns
 
-__all__ = [
-    "CODECS",
-    "DENSE",
-    "EXACT",
-    "FP8",
-    "LBQ2",
-    "LBQ3",
-    "LBQ4",
-    "LOSSLESS",
-    "RAW",
-    "CodedLayout",
-    "coded_layout",
-    "coder",
-]
-
-RAW = 0
-LOSSLESS = 1
-DENSE = 2
-FP8 = 3
-LBQ4 = 4
-LBQ3 = 5
-LBQ2 = 6
-
-#: Names of the codecs by their numbers. A number never changes its meaning: what a codec
-#: stores differently gets another number.
-CODECS: dict[int, str] = {
-    RAW: "raw",
-    LOSSLESS: "lossless",
-    DENSE: "dense",
-    FP8: "fp8",
-    LBQ4: "lbq4",
-    LBQ3: "lbq3",
-    LBQ2: "lbq2",
-}
-
-#: Codecs that give back the bytes that they got.
-EXACT = frozenset({RAW, LOSSLESS, DENSE})
+__all__ = ["CodedLayout", "coded_layout", "coder"]
 
 #: Bits of mantissa in the codes of fp8, of 7: see ``docs/codecs.md`` for the choice.
 _FP8_MANTISSA = 4

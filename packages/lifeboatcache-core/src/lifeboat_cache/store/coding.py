@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.codecs.layout import KVLayout
-from lifeboat_cache.codecs.recipes import CODECS, RAW, CodedLayout, coded_layout
+from lifeboat_cache.codecs.names import CODECS, RAW
+from lifeboat_cache.codecs.recipes import CodedLayout, coded_layout
 from lifeboat_cache.kernels import io_layout as layout
 
 __all__ = ["PAGE", "Coding", "Codings", "whole_pages"]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBuffers
-from lifeboat_cache.codecs.recipes import RAW
+from lifeboat_cache.codecs.names import RAW
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.store.coding import Coding
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding
-from lifeboat_cache.codecs.recipes import RAW
+from lifeboat_cache.codecs.names import RAW
 from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.index import Index
 from lifeboat_cache.index_answers import Gathered

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import KNOWN_ALGORITHMS, usable_algorithms
 from lifeboat_cache.clock import coarse_time
-from lifeboat_cache.codecs.recipes import CODECS, RAW
+from lifeboat_cache.codecs.names import CODECS, RAW
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index_answers import Touched

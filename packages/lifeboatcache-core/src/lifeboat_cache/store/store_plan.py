@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding
-from lifeboat_cache.codecs.recipes import RAW
+from lifeboat_cache.codecs.names import RAW
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome

@@ -1,0 +1,330 @@
+"""Blocks through the store in every codec: what comes back, and when nothing does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lifeboat_cache.codecs.blocks import decode_block, encode_block
+from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
+from lifeboat_cache.codecs.names import CODECS, FP8, LBQ2, RAW, codec_name, is_exact
+from lifeboat_cache.codecs.policy import CodecPolicy
+from lifeboat_cache.codecs.recipes import coded_layout
+from lifeboat_cache.interface import (
+    BlockBatch,
+    BlockBuffers,
+    BlockStore,
+    Job,
+    Namespace,
+    Outcome,
+    block_keys,
+)
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+_NAMESPACE = Namespace.from_identity({"test": "codecs"})
+
+Payloads = npt.NDArray[np.uint8]
+
+
+def _layout(
+    *,
+    layers: int = 3,
+    pages: int = 2,
+    tokens: int = 4,
+    heads: int = 2,
+    dim: int = 64,
+    extra: int = 0,
+) -> KVLayout:
+    """Keys and values as vLLM keeps them: page by page, and some bytes that are neither."""
+    width = dim * 2
+    page = tokens * heads * width
+    tensors = []
+    for layer in range(layers):
+        for at, role in enumerate(("key", "value")):
+            tensors.append(
+                TensorLayout(
+                    role,  # type: ignore[arg-type]
+                    "bfloat16",
+                    layer,
+                    pages,
+                    tokens,
+                    heads,
+                    dim,
+                    page,
+                    heads * width,
+                    width,
+                    (2 * layer + at) * pages * page,
+                )
+            )
+    return KVLayout.of(layers * 2 * pages * page + extra, tensors)
+
+
+def _payloads(layout: KVLayout, count: int, seed: int = 1) -> Payloads:
+    values = np.random.default_rng(seed).standard_normal((count, layout.nbytes // 2 + 1))
+    halves = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return np.ascontiguousarray(halves.view(np.uint8)[:, : layout.nbytes])
+
+
+def _keys(count: int, name: str = "") -> list[bytes]:
+    return block_keys([f"{name}{number}".encode() for number in range(count)])
+
+
+def _run(start: Callable[..., Job], batch: BlockBatch) -> list[Outcome]:
+    done = threading.Event()
+    job = start(batch, lambda _: done.set())
+    assert done.wait(60)
+    return [Outcome(value) for value in job.outcomes]
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Iterator[Callable[..., BlockStore]]:
+    opened: list[BlockStore] = []
+
+    def make(
+        codec: int = RAW,
+        *,
+        layouts: Sequence[KVLayout] = (),
+        key: bytes | None = None,
+        **settings: int,
+    ) -> BlockStore:
+        store = BlockStore(
+            _NAMESPACE,
+            [FilesystemTarget(tmp_path / "kv", **settings)],  # type: ignore[arg-type]
+            io_workers=3,
+            integrity_key=key,
+            codecs=CodecPolicy.fixed(codec_name(codec)),  # type: ignore[arg-type]
+        )
+        opened.append(store)
+        for layout in layouts:
+            store.describe(layout)
+        assert store.wait_recovered(30)
+        return store
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+def _rows(payloads: Payloads) -> BlockBuffers:
+    return BlockBuffers.from_buffers(list(payloads))
+
+
+def _expected(layout: KVLayout, codec: int, payloads: Payloads) -> Payloads:
+    """What the codec makes of blocks, outside any store."""
+    coded = coded_layout(layout, codec)
+    out = np.zeros_like(payloads)
+    for payload, restored in zip(payloads, out, strict=True):
+        decode_block(coded, encode_block(coded, payload), restored)
+    return out
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("extra", [0, 100])
+def test_blocks_come_back_after_a_restart(
+    make_store: Callable[..., BlockStore], codec: int, extra: int
+) -> None:
+    layout = _layout(extra=extra)
+    payloads = _payloads(layout, 9)
+    store = make_store(codec, layouts=[layout])
+    batch = BlockBatch(_keys(9), _rows(payloads), layout.tag)
+    assert _run(store.store, batch) == [Outcome.OK] * 9
+    assert _run(store.store, batch) == [Outcome.PRESENT] * 9
+    counts = store.counters()
+    assert counts.bytes_stored == payloads.nbytes
+    coded = coded_layout(layout, codec)
+    if codec == RAW:
+        assert counts.bytes_written == payloads.nbytes
+    elif coded.fixed_bytes is not None:
+        assert counts.bytes_written == 9 * coded.fixed_bytes
+    store.close()
+
+    # The codec for what is new says nothing about what is there.
+    again = make_store(RAW, layouts=[layout])
+    out = np.full_like(payloads, 0xAA)
+    assert _run(again.load, BlockBatch(_keys(9), _rows(out), layout.tag)) == [Outcome.OK] * 9
+    assert np.array_equal(out, _expected(layout, codec, payloads))
+    if is_exact(codec):
+        assert np.array_equal(out, payloads)
+    assert again.counters().bytes_loaded == payloads.nbytes
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_pieces_may_cut_the_block_anywhere(
+    make_store: Callable[..., BlockStore], codec: int
+) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 6)
+    half = layout.nbytes // 2
+    ways = {
+        "whole": [list(payloads)],
+        "between tensors": [[[row[:half], row[half:]] for row in payloads]],
+        "inside a vector": [[[row[:100], row[100:4001], row[4001:]] for row in payloads]],
+        "each otherwise": [[[row[: 64 * n], row[64 * n :]] for n, row in enumerate(payloads)]],
+    }
+    store = make_store(codec, layouts=[layout])
+    wanted = _expected(layout, codec, payloads)
+    for name, (blocks,) in ways.items():
+        keys = _keys(6, name)
+        batch = BlockBatch(keys, BlockBuffers.from_buffers(blocks), layout.tag)
+        assert _run(store.store, batch) == [Outcome.OK] * 6, name
+        out = np.zeros_like(payloads)
+        assert _run(store.load, BlockBatch(keys, _rows(out), layout.tag)) == [Outcome.OK] * 6
+        assert np.array_equal(out, wanted), name
+        out[:] = 0
+        cut = [[row[:777], row[777:]] for row in out]
+        batch = BlockBatch(keys, BlockBuffers.from_buffers(cut), layout.tag)
+        assert _run(store.load, batch) == [Outcome.OK] * 6
+        assert np.array_equal(out, wanted), name
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("codec", sorted(set(CODECS) - {RAW}))
+def test_a_flipped_bit_is_a_miss_and_never_reaches_the_caller(
+    make_store: Callable[..., BlockStore], codec: int, tmp_path: Path
+) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 4)
+    store = make_store(codec, layouts=[layout])
+    batch = BlockBatch(_keys(4), _rows(payloads), layout.tag)
+    assert _run(store.store, batch) == [Outcome.OK] * 4
+    store.close()
+    (segment,) = (tmp_path / "kv").rglob("*.seg*")
+    data = bytearray(segment.read_bytes())
+    data[4096 + 50] ^= 1  # the first payload follows the header's page
+    segment.write_bytes(data)
+    again = make_store(codec, layouts=[layout])
+    out = np.full_like(payloads, 0xAA)
+    outcomes = _run(again.load, BlockBatch(_keys(4), _rows(out), layout.tag))
+    assert outcomes == [Outcome.CORRUPT] + [Outcome.OK] * 3
+    # Verified before it is decoded: the caller's memory is as it was.
+    assert (out[0] == 0xAA).all()
+    assert not again.lookup(_keys(4))[0]
+
+
+@pytest.mark.usefixtures("both_kernels")
+def test_blocks_of_a_layout_that_nobody_described_are_not_restored(
+    make_store: Callable[..., BlockStore],
+) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 2)
+    store = make_store(FP8, layouts=[layout])
+    batch = BlockBatch(_keys(2), _rows(payloads), layout.tag)
+    assert _run(store.store, batch) == [Outcome.OK] * 2
+    store.close()
+    stranger = make_store(RAW)
+    out = np.full_like(payloads, 0xAA)
+    outcomes = _run(stranger.load, BlockBatch(_keys(2), _rows(out), layout.tag))
+    assert outcomes == [Outcome.MISMATCH] * 2
+    assert (out == 0xAA).all()
+
+
+@pytest.mark.usefixtures("both_kernels")
+def test_layouts_and_codecs_mix_in_one_job(make_store: Callable[..., BlockStore]) -> None:
+    one, other = _layout(), _layout(heads=1, tokens=8)
+    assert one.nbytes == other.nbytes
+    assert one.tag != other.tag
+    payloads = _payloads(one, 12)
+    tags = [(one if number % 3 else other).tag for number in range(12)]
+    tags[5] = 0  # of which nothing is known
+    keys = _keys(12)
+    store = make_store(LBQ2, layouts=[one, other])
+    positions = [8 * (number + 1) for number in range(12)]
+    batch = BlockBatch(keys, _rows(payloads), tags, positions)
+    assert _run(store.store, batch) == [Outcome.OK] * 12
+    out = np.zeros_like(payloads)
+    assert _run(store.load, BlockBatch(keys, _rows(out), tags)) == [Outcome.OK] * 12
+    for number in range(12):
+        row = payloads[number : number + 1]
+        if number == 5:
+            wanted = row
+        else:
+            # The sequence's first block, of 8 tokens, is kept more precisely.
+            codec = FP8 if number == 0 else LBQ2
+            wanted = _expected(one if number % 3 else other, codec, row)
+        assert np.array_equal(out[number : number + 1], wanted), number
+    wrong = [one.tag] * 12
+    outcomes = _run(store.load, BlockBatch(keys, _rows(out), wrong))
+    assert [outcome == Outcome.OK for outcome in outcomes] == [tag == one.tag for tag in tags]
+
+
+@pytest.mark.usefixtures("both_kernels")
+def test_with_an_integrity_key(make_store: Callable[..., BlockStore]) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 5)
+    secret = bytes(range(32))
+    for codec in sorted(CODECS):
+        store = make_store(codec, layouts=[layout], key=secret)
+        keys = _keys(5, codec_name(codec))
+        batch = BlockBatch(keys, _rows(payloads), layout.tag)
+        assert _run(store.store, batch) == [Outcome.OK] * 5
+        out = np.zeros_like(payloads)
+        assert _run(store.load, BlockBatch(keys, _rows(out), layout.tag)) == [Outcome.OK] * 5
+        assert np.array_equal(out, _expected(layout, codec, payloads))
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_many_blocks_of_every_size_at_once(
+    make_store: Callable[..., BlockStore], codec: int
+) -> None:
+    """More than a window, more than a part, more than the memory for blocks of unknown length."""
+    layout = _layout(layers=8, pages=4, tokens=16, heads=4, dim=64)
+    count = 96
+    payloads = _payloads(layout, 8)[np.arange(count) % 8]
+    payloads[:, :8] = np.arange(count, dtype=np.uint64)[:, None].view(np.uint8) & 0x3F
+    store = make_store(codec, layouts=[layout])
+    batch = BlockBatch(_keys(count), _rows(payloads), layout.tag)
+    assert _run(store.store, batch) == [Outcome.OK] * count
+    out = np.zeros_like(payloads)
+    assert (
+        _run(store.load, BlockBatch(_keys(count), _rows(out), layout.tag)) == [Outcome.OK] * count
+    )
+    some = np.arange(0, count, 13)
+    assert np.array_equal(out[some], _expected(layout, codec, payloads[some]))
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_store_that_is_full_keeps_what_it_has(
+    make_store: Callable[..., BlockStore], codec: int
+) -> None:
+    layout = _layout(layers=8, pages=4, tokens=16, heads=4, dim=64)
+    payloads = _payloads(layout, 16)
+    store = make_store(codec, layouts=[layout], capacity=3 << 20)
+    batch = BlockBatch(_keys(16), _rows(payloads), layout.tag)
+    outcomes = _run(store.store, batch)
+    assert Outcome.FULL in outcomes
+    kept = [n for n, outcome in enumerate(outcomes) if outcome == Outcome.OK]
+    assert kept
+    assert set(outcomes) == {Outcome.OK, Outcome.FULL}
+    keys = [_keys(16)[n] for n in kept]
+    out = np.zeros_like(payloads[kept])
+    assert _run(store.load, BlockBatch(keys, _rows(out), layout.tag)) == [Outcome.OK] * len(kept)
+    assert np.array_equal(out, _expected(layout, codec, payloads[kept]))
+
+
+@pytest.mark.usefixtures("both_kernels")
+def test_closing_ends_stores_of_unknown_length(make_store: Callable[..., BlockStore]) -> None:
+    layout = _layout(layers=8, pages=4, tokens=16, heads=4, dim=64)
+    payloads = _payloads(layout, 64)
+    store = make_store(1, layouts=[layout])
+    outcomes: list[int] = []
+    ended = threading.Event()
+
+    def done(job: Job) -> None:
+        outcomes.extend(job.outcomes.tolist())
+        ended.set()
+
+    store.store(BlockBatch(_keys(64), _rows(payloads), layout.tag), done)
+    assert store.drain(30, cancel=True)
+    assert ended.wait(1)
+    assert set(outcomes) <= {Outcome.OK, Outcome.CANCELLED}
+    found = make_store(layouts=[layout]).lookup(_keys(64)).astype(bool).tolist()
+    assert found == [outcome == Outcome.OK for outcome in outcomes]
