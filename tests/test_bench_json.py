@@ -131,6 +131,15 @@ def test_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert {"recovery", "memory of a block"} <= {row["metric"] for row in found}
 
 
+def test_codecs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = bench("codecs", monkeypatch)
+    options = ("--no-compile", "--mib", "1", "--layers", "1", "--dim", "64", "--rounds", "7")
+    found = rows(module, "codecs", capsys, *options)
+    assert {row["metric"] for row in found} == {"decode", "encode", "stored, per value"}
+    assert {"raw", "fp8"} <= {row["case"].split(",")[0] for row in found}
+    assert {row["limit_name"] for row in found} == {"memcpy", "raw"}
+
+
 @pytest.mark.parametrize(
     "which",
     [

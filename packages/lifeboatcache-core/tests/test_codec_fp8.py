@@ -207,7 +207,7 @@ def test_the_kernel_restores_the_bytes_of_its_twin(
     stored = encode_block(coded, payload)
     if random:
         rng = np.random.default_rng(seed)
-        stored = rng.integers(0, 256, stored.shape[0], dtype=np.uint8)
+        stored = rng.integers(0, 256, (stored.shape[0],), dtype=np.uint8)
     back = Kernel(coded).decode(stored)
     assert back is not None
     mine = back.copy()
