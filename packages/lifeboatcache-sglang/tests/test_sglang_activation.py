@@ -20,10 +20,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from lifeboat_cache.integrations import sglang_activation, sglang_plugin, sglang_standdown
-from lifeboat_cache.integrations.sglang_activation import DECISION
+from lifeboat_cache.integrations.sglang_activation import BACKEND_MODULE, DECISION
 from lifeboat_cache.integrations.sglang_memory import HostPool, size_host_pool
 from lifeboat_cache.integrations.sglang_settings import SettingsError, read_settings
-from lifeboat_cache.integrations.sglang_zero_copy import BACKEND_MODULE
 from lifeboat_cache.registry import processes
 
 Launch = Callable[..., Any]
@@ -497,36 +496,6 @@ def test_without_the_variable_launches_are_left_alone(monkeypatch: pytest.Monkey
     )
     sglang_plugin.register()
     assert sglang_plugin.registered()
-
-
-@pytest.mark.parametrize("set_to", [None, "0", "1"])
-def test_explicit_flags_alone_get_zero_copy(
-    monkeypatch: pytest.MonkeyPatch, set_to: str | None
-) -> None:
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
-    load_plugins()
-    if set_to is None:
-        monkeypatch.delenv("LIFEBOAT_SGLANG_ZERO_COPY", raising=False)
-    else:
-        monkeypatch.setenv("LIFEBOAT_SGLANG_ZERO_COPY", set_to)
-    flags = {
-        "backend_name": "lifeboat",
-        "module_path": BACKEND_MODULE,
-        "class_name": "LifeboatHiCacheStorage",
-    }
-
-    def parsed(**config: Any) -> Any:
-        text = json.dumps({**flags, **config})
-        return HybridCacheController.parse_storage_backend_extra_config(text)[0]
-
-    assert parsed()["interface_v1"] == (0 if set_to == "0" else 1)
-    # What the configuration says itself counts.
-    assert parsed(interface_v1=0)["interface_v1"] == 0
-    assert parsed(interface_v1=1)["interface_v1"] == 1
-    # Others' backends are left alone.
-    assert "interface_v1" not in parsed(class_name="Another")
-    assert HybridCacheController.parse_storage_backend_extra_config(None)[0] == {}
 
 
 # --- in the scheduler ------------------------------------------------------------------------

@@ -61,8 +61,6 @@ heavy = {"sglang", "torch", "numpy", "pydantic", "yaml", "lifeboat_cache.config"
 assert not heavy, heavy
 from sglang.srt.server_args import ServerArgs
 assert hasattr(ServerArgs.resolve_once, "_lifeboat_activation") is SWITCHED_ON
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-assert hasattr(HybridCacheController.parse_storage_backend_extra_config, "_lifeboat_zero_copy")
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import kv_cache_builder
 assert hasattr(kv_cache_builder.build_kv_cache, "_lifeboat_fallback") is SWITCHED_ON

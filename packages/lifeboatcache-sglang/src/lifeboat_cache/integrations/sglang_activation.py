@@ -27,9 +27,18 @@ from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations.sglang_memory import size_host_pool
 from lifeboat_cache.integrations.sglang_settings import AUTO, Settings, read_settings
 from lifeboat_cache.integrations.sglang_standdown import standdown_reason
-from lifeboat_cache.integrations.sglang_zero_copy import BACKEND_MODULE, backend_config
 
-__all__ = ["DECISION", "decision_of", "install", "stand_down"]
+__all__ = [
+    "BACKEND_CLASS",
+    "BACKEND_MODULE",
+    "DECISION",
+    "decision_of",
+    "install",
+    "stand_down",
+]
+
+BACKEND_MODULE = "lifeboat_cache.integrations.sglang_backend"
+BACKEND_CLASS = "LifeboatHiCacheStorage"
 
 #: Attribute of a ``ServerArgs`` that says what was decided; it reaches all processes.
 DECISION = "_lifeboat_cache_decision"
@@ -230,7 +239,12 @@ def _plan(server_args: Any, platform_can_offload: Callable[[Any], bool]) -> _Pla
 def _extra_config(server_args: Any, settings: Settings) -> str:
     """Return the backend's configuration, with the thresholds that the launch may have given."""
     given = server_args.hicache_storage_backend_extra_config
-    ours = backend_config(zero_copy=settings.zero_copy)
+    ours = {
+        "backend_name": "lifeboat",
+        "module_path": BACKEND_MODULE,
+        "class_name": BACKEND_CLASS,
+        "interface_v1": int(settings.zero_copy),
+    }
     if not given:
         return json.dumps(ours)
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController

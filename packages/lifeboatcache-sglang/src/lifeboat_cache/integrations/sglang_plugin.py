@@ -20,7 +20,6 @@ _log = logging.getLogger("lifeboat_cache")
 _registered = False
 
 _ARGUMENTS = "sglang.srt.server_args"
-_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
@@ -61,12 +60,11 @@ def registered() -> bool:
 
 
 def register() -> None:
-    """Give our backend zero copy and, if asked to, switch it on. Idempotent."""
+    """Switch our backend on if asked to. Idempotent."""
     global _registered
     if _registered:
         return
     _registered = True
-    when_imported(_CONTROLLER, partial(_safely, _supply_zero_copy))
     if is_enabled():
         when_imported(_ARGUMENTS, partial(_safely, _activate))
         when_imported(_SCHEDULER, partial(_safely, _watch_schedulers))
@@ -78,12 +76,6 @@ def _safely(step: Callable[[], None]) -> None:
         step()
     except Exception as error:
         _log.warning("LifeboatCache is off in this process: %s", error)
-
-
-def _supply_zero_copy() -> None:
-    from lifeboat_cache.integrations import sglang_zero_copy
-
-    sglang_zero_copy.install()
 
 
 def _activate() -> None:
