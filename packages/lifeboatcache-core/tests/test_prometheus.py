@@ -155,6 +155,52 @@ def test_a_store_and_an_agent_over_http(
     assert total(later, "processes") == 0
 
 
+def test_codecs_have_labels_of_their_own(home: Path, port: int, exporter: Exporter) -> None:
+    labels = {"namespace": "0123456789ab", "engine": "vllm", "target": "nvme"}
+    names = {"name": "0123456789ab", "model": "small"}
+    guard = [
+        {"codec": "fp8", "samples": 9, "error": 0.02, "attention": 0.01, "ruled_out": ""},
+        {"codec": "fp8", "samples": 9, "error": 0.03, "attention": 0.005, "ruled_out": "bad"},
+        {"codec": "lbq4", "samples": 0, "error": 0.0, "attention": 0.0, "ruled_out": ""},
+        {"codec": "strange", "samples": 9, "error": 0.5, "attention": 0.0, "ruled_out": ""},
+    ]
+    values = {
+        "encoded_blocks:fp8": 3,
+        "encoded_raw_bytes:fp8": 200,
+        "encoded_bytes:fp8": 100,
+        "decoded_blocks:raw": 2,
+        "encoded_blocks:strange": 1,
+    }
+    entry = Registration(
+        home,
+        describe=lambda: {
+            "kind": "store",
+            "state": "ready",
+            "engine": {"name": "vllm"},
+            "namespace": names,
+            "target": {"name": "nvme"},
+            "codecs": {"guard": guard},
+            "counters": [{"labels": labels, "values": values}],
+        },
+    )
+    agent = Registration(
+        home, "agent", describe=lambda: agent_document([TargetFacts("nvme", "/kv", read=2e9)])
+    )
+    found = samples(port)
+    assert total(found, "encoded_blocks_total", codec="fp8", **labels) == 3
+    assert total(found, "encoded_raw_bytes_total", codec="fp8", **labels) == 200
+    assert total(found, "encoded_bytes_total", codec="fp8", **labels) == 100
+    assert total(found, "decoded_blocks_total", codec="raw", **labels) == 2
+    assert total(found, "encoded_blocks_total", codec="other", **labels) == 1
+    assert total(found, "codec_error", codec="fp8", **labels) == 0.03
+    assert total(found, "codec_attention_error", codec="fp8", **labels) == 0.01
+    assert total(found, "codec_ruled_out", codec="fp8", **labels) == 1
+    assert not [key for key in found if key[0].endswith("codec_error") and "fp8" not in str(key)]
+    assert total(found, "target_read_bytes_per_second", target="nvme") == 2e9
+    for one in (entry, agent):
+        one.close()
+
+
 def test_prometheus_may_ask_for_its_newer_format(home: Path, port: int, exporter: Exporter) -> None:
     entry = Registration(home, describe=lambda: counted(5))
     agent = Registration(home, "agent", describe=lambda: agent_document([TargetFacts("t", "/")]))

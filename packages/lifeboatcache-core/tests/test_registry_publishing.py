@@ -13,8 +13,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from lifeboat_cache.codecs.layout import KVLayout
+from lifeboat_cache.codecs.policy import CodecPolicy
+from lifeboat_cache.config import load_config
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.registry import (
     StorePublisher,
@@ -319,3 +323,46 @@ def test_a_store_that_cannot_be_described_goes_on(
     assert publisher.reason.startswith("internal error: ")
     publisher.close()
     assert len(caplog.records) == 1
+
+
+def test_codecs_are_published_and_told_to_look(home: Path, tmp_path: Path) -> None:
+    class Watched(CodecPolicy):
+        looks = 0
+
+        def look(self) -> None:
+            self.looks += 1
+            super().look()
+
+    policy = Watched(load_config(environ={"HOME": str(tmp_path)}).config)
+    policy.choose(KVLayout.opaque(64))
+    codecs = np.array([3], dtype=np.uint16)
+    policy.counts.stored(codecs, np.array([200]), np.array([100]))
+    publisher = StorePublisher(Store(), home, codecs=policy)
+    assert publisher.publish()
+    assert policy.looks >= 1
+    document = publisher.document()
+    assert document["codecs"]["mode"] == "ladder"
+    assert document["codecs"]["choices"][0]["codec"] == "raw"
+    assert document["config"] == {}
+    (group,) = document["counters"]
+    assert group["values"]["encoded_raw_bytes:fp8"] == 200
+    looks = policy.looks
+    give_up = time.monotonic() + 60
+    while policy.looks == looks:
+        assert time.monotonic() < give_up
+        publisher.tick()
+        time.sleep(0.01)
+    publisher.close()
+
+
+def test_a_fault_while_looking_ends_neither_the_store_nor_publishing(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(CodecPolicy):
+        def look(self) -> None:
+            raise RuntimeError("broken")
+
+    publisher = StorePublisher(Store(), home, codecs=Broken.fixed("raw"))
+    assert publisher.publish()
+    assert "changes are not followed any more" in caplog.text
+    publisher.close()

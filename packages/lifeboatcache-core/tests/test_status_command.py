@@ -184,6 +184,72 @@ def test_what_ended_processes_counted_is_in_the_totals(run: Run, publish: Publis
     assert len(found["processes"]) == 1
 
 
+CODED = {
+    "encoded_blocks:fp8": 3000,
+    "encoded_raw_bytes:fp8": 7 * GB,
+    "encoded_bytes:fp8": 3.5 * GB,
+    "decoded_blocks:fp8": 1000,
+    "decoded_raw_bytes:fp8": 3 * GB,
+    "decoded_bytes:fp8": 1.5 * GB,
+    "decoded_blocks:raw": 1,
+    "decoded_raw_bytes:raw": 1000,
+    "decoded_bytes:raw": 1000,
+    "encoded_blocks:of-a-newer-release": 5,
+}
+
+
+def coded(**changes: Any) -> dict[str, Any]:
+    """A store that puts KV through a codec."""
+    document = store()
+    document["counters"][0]["values"].update(CODED)
+    document["codecs"] = {
+        "mode": "ladder",
+        "rung": "local",
+        "choices": [
+            {"layout": "ab", "codec": "fp8", "first": "fp8", "reason": "so it was configured " * 5},
+            {"layout": "cd", "codec": "raw", "first": "raw", "reason": "nothing is known"},
+        ],
+        "guard": [
+            {"layout": "ab", "codec": "fp8", "samples": 9, "error": 0.021, "ruled_out": ""},
+            {"layout": "cd", "codec": "fp8", "samples": 9, "error": 0.014, "ruled_out": ""},
+            {"layout": "ab", "codec": "lbq4", "samples": 9, "error": 0.5, "ruled_out": "too much"},
+        ],
+    }
+    return document | changes
+
+
+def test_codecs_are_shown(run: Run, publish: Publish) -> None:
+    publish(coded(config={"problem": "", "restart": ["storage.tiers", "engine.io_workers"]}))
+    code, text = run()
+    assert code == 0, "a lossy codec that gives way to another is no fault"
+    rows = [line.split() for line in text.splitlines()]
+    assert ["fp8", "3.0k", "7.0", "GB", "3.5", "GB", "2.00", "3.0", "GB", "2.1", "%"] in rows
+    assert ["raw", "0", "0", "B", "0", "B", "1.00", "1.0", "kB", "-"] in rows
+    flat = " ".join(text.split())
+    pid = os.getpid()
+    assert f"pid {pid} stores KV as fp8: so it was configured so it" in flat
+    assert f"pid {pid} stores KV as raw: nothing is known" in flat
+    assert f"pid {pid}: restart required to apply storage.tiers, engine.io_workers" in flat
+    assert "newer-release" not in text
+    assert width(text) <= 80
+    found = json.loads(run("--json")[1])
+    fp8 = found["totals"]["codecs"]["fp8"]
+    assert fp8["ratio"] == 2.0
+    assert fp8["decoded_bytes"] == 1.5 * GB
+    (engine,) = found["processes"]
+    assert engine["codecs"]["mode"] == "ladder"
+    assert engine["counts"]["codecs"]["raw"]["decoded_blocks"] == 1
+
+
+@pytest.mark.parametrize("strange", [None, 5, "x", [], {"choices": 5, "guard": {}, "restart": 1}])
+def test_codecs_of_other_releases(run: Run, publish: Publish, strange: Any) -> None:
+    publish(coded(codecs=strange, config=strange))
+    code, text = run()
+    assert code == 0
+    assert "stores KV as" not in text
+    assert "restart required" not in text
+
+
 @pytest.mark.parametrize(
     ("engine", "keeper", "said"),
     [
@@ -191,6 +257,16 @@ def test_what_ended_processes_counted_is_in_the_totals(run: Run, publish: Publis
             {"state": "disabled", "reason": "no storage target is usable: run x"},
             {},
             "vllm (pid PID) stands down: no storage target is usable: run x",
+        ),
+        (
+            {"config": {"problem": "the configuration cannot be used: x.yaml:1: correct it"}},
+            {},
+            "vllm (pid PID): the configuration cannot be used: x.yaml:1: correct it",
+        ),
+        (
+            {"codecs": {"guard": [{"codec": "lossless", "ruled_out": "bits are lost"}]}},
+            {},
+            "vllm (pid PID): lossless does not give back what was stored",
         ),
         ({"recent": {"store_dropped": {"full": 7}}}, {}, "7 blocks were not stored (full)"),
         ({"recent": {"store_dropped": {"reserve": 7}}}, {}, "(reserve): free space"),

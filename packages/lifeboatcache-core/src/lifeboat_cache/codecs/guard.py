@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import logging
 import os
 import random
@@ -112,7 +112,7 @@ class Guard:
     """
 
     def __init__(self, *, active: bool = True, compare: Compare | None = None) -> None:
-        self._active = active
+        self._active = active and (compare is not None or _can_compare())
         self._compare = compare
         self._next = 0.0
         self._wake = threading.Condition()
@@ -286,6 +286,10 @@ class Guard:
             why,
             "; please report this" if is_exact(codec) else "",
         )
+
+
+def _can_compare() -> bool:
+    return importlib.util.find_spec("lifeboat_cache.codecs.quality") is not None
 
 
 def _bounded(error: float | np.floating[Any]) -> float:

@@ -179,14 +179,14 @@ class Ladder:
 
     def _checked(self, choice: Choice, layout: KVLayout) -> Choice:
         """Step up the ladder where the accuracy guard says so."""
-        codec, reason = choice.codec, choice.reason
+        codec, said = choice.codec, choice.reason
         while (layout.tag, codec) in self.ruled_out:
             why = self.ruled_out[layout.tag, codec]
             codec = more_precise(codec)
-            reason = f"{reason}, but {why}: {codec_name(codec)} instead"
+            said = f"{said}, but {why}: {codec_name(codec)} instead"
             if codec == RAW:
                 break
-        return _same(codec, reason)
+        return _same(codec, said)
 
     def _first_block(self, choice: Choice, layout: KVLayout) -> Choice:
         if choice.codec <= FP8:

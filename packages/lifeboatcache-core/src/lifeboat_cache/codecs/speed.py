@@ -61,12 +61,13 @@ MEASURED_DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
 _BLOCKS = 4
 _ROUNDS = 2
 
-#: A probe reads so much at a time, with so many threads, and ends after so many bytes or
-#: seconds.
+#: A probe reads so much at a time, with so many threads, ends after so many bytes or
+#: seconds, and looks at so many segments.
 _PIECE = 2 << 20
 _READERS = 4
 _PROBE_BYTES = 128 << 20
 _PROBE_S = 0.25
+_SEGMENTS = 16
 
 #: Less than this in all segments together is no measure of a disk.
 _LEAST_BYTES = 32 << 20
@@ -288,27 +289,22 @@ class Probe:
         self._lock = threading.Lock()
         self._read = 0
         self._error: OSError | None = None
+        places = [place for path in _segments(root)[:_SEGMENTS] for place in self._places(path)]
         # The same places each time would be in some cache by then.
-        self._random = random.Random()
-        for path in _segments(root):
+        random.shuffle(places)
+        for fd, place in places:
             if len(self._pieces) * _PIECE >= _PROBE_BYTES:
                 break
-            self._add(path)
-        self._random.shuffle(self._pieces)
+            if _is_data(fd, place):
+                self._pieces.append((fd, place))
 
-    def _add(self, path: Path) -> None:
+    def _places(self, path: Path) -> list[tuple[int, int]]:
         try:
             fd = open_file(path, os.O_RDONLY | (O_DIRECT if self._direct else 0))
         except OSError:
-            return  # removed by the janitor, or O_DIRECT is refused
+            return []  # removed by the janitor, or O_DIRECT is refused
         self._fds.append(fd)
-        size = os.fstat(fd).st_size
-        places = list(range(0, size - _PIECE + 1, _PIECE))
-        self._random.shuffle(places)
-        # A quarter of a segment each, so that several are seen.
-        for place in places[: max(4, len(places) // 4)]:
-            if _is_data(fd, place):
-                self._pieces.append((fd, place))
+        return [(fd, place) for place in range(0, os.fstat(fd).st_size - _PIECE + 1, _PIECE)]
 
     def run(self) -> float | None:
         """Bytes per second; ``None`` if there is too little."""
