@@ -169,31 +169,34 @@ class KVLayout:
             If tensors overlap, or lie outside the payload.
         """
         known = tuple(tensors)
-        covered = np.zeros(nbytes, dtype=bool)
         for tensor in known:
-            at = tensor.starts()
-            width = tensor.dim * tensor.item_bytes
             if min(tensor.outer, tensor.inner, tensor.heads, tensor.dim) < 1:
                 raise ValueError(f"a tensor is empty: {tensor}")
-            if int(at.min()) < 0 or int(at.max()) + width > nbytes:
-                raise ValueError(f"a tensor lies outside the block of {nbytes} bytes: {tensor}")
-            bytes_of = (at.reshape(-1)[:, None] + np.arange(width, dtype=np.int64)).reshape(-1)
-            if covered[bytes_of].any() or np.unique(at).shape[0] != at.size:
-                raise ValueError(f"tensors of a block overlap: {tensor}")
-            covered[bytes_of] = True
-            if not covered[bytes_of].all():
-                raise ValueError(f"vectors of a tensor overlap: {tensor}")
-        edges = np.flatnonzero(np.diff(np.concatenate(([True], covered, [True])).astype(np.int8)))
-        gaps = [
-            _opaque(first, last - first)
-            for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+        starts = [tensor.starts().reshape(-1) for tensor in known]
+        widths = [tensor.dim * tensor.item_bytes for tensor in known]
+        first = np.concatenate([*starts, np.array([nbytes], dtype=np.int64)])
+        last = first + np.repeat([*widths, 0], [*(at.shape[0] for at in starts), 1])
+        order = np.argsort(first, kind="stable")
+        first, last = first[order], last[order]
+        before = np.concatenate(([0], last[:-1]))
+        if first[0] < 0 or int(last.max()) > nbytes:
+            raise ValueError(f"a tensor lies outside the block of {nbytes} bytes")
+        if (first < before).any():
+            raise ValueError("tensors of a block overlap")
+        gaps = np.flatnonzero(first > before)
+        opaque = [
+            _opaque(at, end - at)
+            for at, end in zip(before[gaps].tolist(), first[gaps].tolist(), strict=True)
         ]
-        return cls(nbytes, (*known, *gaps))
+        return cls(nbytes, (*known, *opaque))
 
     @classmethod
     def opaque(cls, nbytes: int) -> KVLayout:
         """A payload of which nothing is known."""
         return cls(nbytes, (_opaque(0, nbytes),) if nbytes else ())
+
+    def __hash__(self) -> int:
+        return self.tag
 
     @cached_property
     def tag(self) -> int:

@@ -23,6 +23,7 @@ from lifeboat_cache.integrations.vllm_identity_fields import select_fields
 
 __all__ = ["effective_config", "length_matters", "model_directory", "model_section"]
 
+
 def _length(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     # Some image and video processors fit what they keep of an input to the context.
     multimodal = getattr(model, "multimodal_config", None) is not None

@@ -30,14 +30,18 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.codecs.layout import KVLayout
+from lifeboat_cache.config import load_config
+from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.engines.guard import guarded
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.integrations import vllm_epoch, vllm_lora
 from lifeboat_cache.integrations.vllm_handover import engine_config
+from lifeboat_cache.integrations.vllm_layout import UnknownLayoutError, chunk_layouts
 from lifeboat_cache.integrations.vllm_lora import EngineAdapters
 from lifeboat_cache.integrations.vllm_metrics import TierMetrics
 from lifeboat_cache.integrations.vllm_namespace import find_namespace
@@ -138,7 +142,8 @@ class LifeboatTier(SecondaryTierManager):
         self._store: BlockStore | None = None
         self._retired: list[BlockStore] = []
         self._retiring: list[threading.Thread] = []
-        self._config: Config | None = None
+        self._config: LiveConfig | None = None
+        self._layouts: list[KVLayout] = []  # by group number; empty if not known
         self._wait_s = 0.0
         self._rows = int(shape[0])
         self._pending_bytes = max(self._row_bytes, self._rows * self._row_bytes // 2)
@@ -158,20 +163,36 @@ class LifeboatTier(SecondaryTierManager):
         if handed is not None:
             # Of this engine: others of the process may apply the same adapters otherwise.
             self._adapters = EngineAdapters(getattr(handed.vllm_config, "lora_config", None))
-        self._config = load_config(config).config
-        self._wait_s = self._config.engine.native_promotion_wait_s
+        self._config = LiveConfig(load_config(config))
+        settings = self._config.config
+        self._wait_s = settings.engine.native_promotion_wait_s
+        if handed is not None:
+            self._layouts = self._describe(handed.vllm_config, handed.kv_cache_config)
         # First: without it nobody would notice that weights change.
         vllm_epoch.on_change(self._weights_changed)
         self._store = self._open(
-            partial(self._identify, self._config.security.namespace_salt.get_secret_value())
+            partial(self._identify, settings.security.namespace_salt.get_secret_value())
         )
+
+    def _describe(self, vllm_config: Any, kv_cache_config: Any) -> list[KVLayout]:
+        try:
+            return chunk_layouts(
+                vllm_config, kv_cache_config, self._offloading_spec.config, self._row_bytes
+            )
+        except UnknownLayoutError as exc:
+            _log.info("LifeboatCache: chunks are kept as they are, in no codec: %s", exc)
+            return []
 
     # Identity ---------------------------------------------------------------
 
     def _open(self, namespace: Any) -> BlockStore:
         if self._config is None:
             raise RuntimeError("the tier stands down and opens no store")
-        store = open_block_store(self._config, namespace, pending_bytes=self._pending_bytes)
+        store = open_block_store(
+            self._config, namespace, pending_bytes=self._pending_bytes, native=True
+        )
+        for layout in self._layouts:
+            store.describe(layout)
         self._published = Published(self._offloading_spec)  # each store has counts of its own
         attach(store, self._published.facts)
         return store
@@ -300,13 +321,14 @@ class LifeboatTier(SecondaryTierManager):
                 batch = BlockBatch(
                     request.store_keys(keys),
                     buffers,
+                    self._tags(keys),
                     positions=facts.positions,
                     groups=facts.groups,
                     families=facts.families,
                     parents=facts.parents,
                 )
             else:
-                batch = BlockBatch(request.store_keys(keys), buffers)
+                batch = BlockBatch(request.store_keys(keys), buffers, self._tags(keys))
                 request.promotions.loading(keys)
             start = partial(self._start, target, batch, job.job_id, keys, store)
             if store and vllm_lora.lora_of(job.req_context) is not None:
@@ -318,6 +340,15 @@ class LifeboatTier(SecondaryTierManager):
             # vLLM waits for a result of every job; a fault of ours is a miss, not a hang.
             _log.exception("LifeboatCache: a job could not be started; please report this")
             self._refuse(job.job_id, keys, store)
+
+    def _tags(self, keys: list[OffloadKey]) -> int | list[int]:
+        """Layout tag of each chunk."""
+        layouts = self._layouts
+        if len(layouts) == 1:
+            return layouts[0].tag
+        if not layouts:
+            return 0
+        return [layouts[int(get_offload_group_idx(key))].tag for key in keys]
 
     def _start(
         self,
