@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from typing_extensions import override
 
 from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.engines.guard import guarded
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations import sglang_epoch, sglang_exit, sglang_lora
@@ -99,7 +100,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         self._epoch_used = False
         self._store: BlockStore | None = None
         self._retired: list[BlockStore] = []
-        self._config: Config | None = None
+        self._config: Config | LiveConfig | None = None
         self._reason = ""
         if storage_config.extra_config is None:
             storage_config.extra_config = {}
@@ -126,14 +127,17 @@ class LifeboatHiCacheStorage(HiCacheStorage):
 
     def _begin(self, config: str | None) -> None:
         require_interface(1, 0, "lifeboatcache-sglang")
-        given: Config | None = self._given.get("config")
-        self._config = given or load_config(Path(config) if config else None).config
+        settings: Config | None = self._given.get("config")
+        self._config = settings
+        if settings is None:
+            loaded = load_config(Path(config) if config else None)
+            settings, self._config = loaded.config, LiveConfig(loaded)
         namespace: Namespace | None = self._given.get("namespace")
         if namespace is not None:
             self._store = self._open(namespace)
         else:
             self._follow_engine()
-            salt = self._config.security.namespace_salt.get_secret_value()
+            salt = settings.security.namespace_salt.get_secret_value()
             self._store = self._open(partial(self._identify, salt))
         sglang_exit.at_exit(self)
 
@@ -161,7 +165,15 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         store = open_block_store(self._config, namespace)
         self._published = Published(str(self._storage_config.model_name or ""))
         attach(store, self._published.facts)
+        for pool in tuple(self._pools.values()):
+            self._describe(store, pool.pages)
         return store
+
+    @staticmethod
+    def _describe(store: BlockStore, pages: PoolPages) -> None:
+        """Have pages of the KV pool stored as configured; all others are stored exactly."""
+        if pages.name == _KV and pages.page_bytes:
+            store.describe(pages.layout)
 
     def _identify(self, salt: str) -> Namespace:
         """Name the namespace; on a thread of the store, since weights are read."""
@@ -243,6 +255,8 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             sharded = bool(config.is_mla_model) and is_sharded(pool, True)
             shard = (int(config.tp_rank), int(config.tp_size)) if sharded else ()
             self._pools[name] = _Pool(pool, pages, shard)
+            if self._store is not None:
+                self._describe(self._store, pages)
         except LifeboatError as exc:
             self._stand_down(str(exc))
         except Exception as exc:

@@ -108,6 +108,8 @@ class PoolPages:
         """
         if indices is None:
             raise ValueError(f"{self.name}: no host indices")
+        if hasattr(indices, "numpy"):
+            indices = indices.cpu().numpy()
         array = np.array(indices, dtype=np.int64).reshape(-1)
         if array.shape[0] != count * self.tokens:
             raise ValueError(
