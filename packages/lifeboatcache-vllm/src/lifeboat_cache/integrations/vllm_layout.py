@@ -91,8 +91,10 @@ def _chunk_layouts(
         raise UnknownLayoutError("canonical_layout is set")
     blocks = int(offloading.cache.blocks_per_chunk)
     groups = kv_cache_config.kv_cache_groups
-    layers, area = _placed(kv_cache_config, offloading, blocks)
-    if area != int(offloading.worker_kv_bytes_per_block) * blocks:
+    layers, used = _placed(kv_cache_config, offloading, blocks)
+    area = int(offloading.worker_kv_bytes_per_block) * blocks
+    # Where groups share memory, vLLM counts it for each of them, and the rest is not used.
+    if used > area or (len(offloading.groups) == 1 and used < area):
         raise UnknownLayoutError("the sizes of the layers do not add up to that of a block")
     workers = 1 if offloading.replicated_layout else int(parallel.world_size)
     if not row_bytes - 4096 < area * workers <= row_bytes:
