@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lifeboat_cache.codecs.coder import Coder
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
-from lifeboat_cache.codecs.names import FP8, LBQ2, LBQ3, LBQ4
+from lifeboat_cache.codecs.names import FP8, LBQ2, LBQ3, LBQ4, LOSSLESS
 from lifeboat_cache.kernels import codec_layout as columns
 
 __all__ = ["CodedLayout", "coded_layout", "coder"]
@@ -25,6 +25,7 @@ _BITS = {LBQ4: 4, LBQ3: 3, LBQ2: 2}
 #: Modules of coders and their classes.
 _CODERS = {
     columns.CODER_COPY: ("copying", "Copying"),
+    columns.CODER_LOSSLESS: ("lossless", "Lossless"),
     columns.CODER_FP8: ("fp8", "Fp8"),
 }
 
@@ -117,6 +118,8 @@ def coded_layout(layout: KVLayout, codec: int) -> CodedLayout:
 def _coder_for(tensor: TensorLayout, codec: int, last_layer: int) -> tuple[int, int]:
     """Coder and bits of a tensor."""
     del last_layer
+    if codec == LOSSLESS and coder(columns.CODER_LOSSLESS).takes(tensor):
+        return columns.CODER_LOSSLESS, 0
     if codec == FP8 and coder(columns.CODER_FP8).takes(tensor):
         return columns.CODER_FP8, _FP8_MANTISSA
     return columns.CODER_COPY, 0
