@@ -18,9 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lifeboat_cache import janitor
-from lifeboat_cache.agent import agent_status, caretaker
+from lifeboat_cache.agent import agent_status, caretaker, kernel_build
 from lifeboat_cache.agent.caretaker import Caretaker, pause_after
+from lifeboat_cache.agent.exits import Exit
 from lifeboat_cache.agent.wanted import WantedTarget, merged, of_document
+from lifeboat_cache.codecs import speed
+from lifeboat_cache.codecs.rates import CodecRate
 from lifeboat_cache.janitor import JanitorReport
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
@@ -168,6 +171,74 @@ def test_pass_that_fails_is_told_and_tried_again(
     assert item.join(60)
     assert item.facts().problem == ""
     assert caplog.text.count("no such thing") == 1
+
+
+def test_the_speed_of_a_target_is_measured_from_time_to_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, home = tmp_path / "kv", tmp_path / "home"
+    FilesystemTarget(root).probe()
+    found: list[float | OSError | None] = [None, 3e9, OSError(5, "broken"), 1e9, 1e9]
+
+    def probe(path: Path, *, direct: bool) -> float | None:
+        assert path == root
+        answer = found.pop(0) if len(found) > 1 else found[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(speed, "probe_target", probe)
+    for name in ("_QUIET_S", "_BUSY_S", "_PROBE_SOON_S"):
+        monkeypatch.setattr(caretaker, name, 0.01)
+    item = Caretaker(target(str(root), None), home)
+    try:
+        assert item.facts().read in (None, 3e9, 2e9, 1e9)
+        until(lambda: item.facts().read == 1e9, "the median of several")
+        assert speed.read_target_rate(home, str(root)) == 1e9
+        assert item.facts().problem == ""
+        until(lambda: item._probed == 5, "the last of the first few")
+        probed = item.facts().counters["janitor_passes"]
+        until(lambda: item.facts().counters["janitor_passes"] > probed + 3, "passes")
+        assert item._probed == 5, "from now on every few hours"
+    finally:
+        item.stop()
+        assert item.join(60)
+
+
+def test_codecs_are_measured_after_the_compiler(
+    kernels_on: None, kernel_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels").symlink_to(kernel_home / "kernels")
+    measured: list[int] = []
+
+    def measure() -> dict[tuple[str, int], CodecRate]:
+        measured.append(1)
+        return {("bfloat16", 0): CodecRate(1e9, 1.0)}
+
+    monkeypatch.setattr(speed, "measure_codecs", measure)
+    monkeypatch.setattr(kernel_build, "step_back", lambda: None)
+    for _ in range(2):
+        assert kernel_build.compile_here(tmp_path) == Exit.OK
+    assert measured == [1], "once"
+    assert dict(speed.read_codec_rates(tmp_path)) == {("bfloat16", 0): CodecRate(1e9, 1.0)}
+
+
+def test_kernels_are_used_that_could_not_be_measured(
+    kernels_on: None,
+    kernel_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "kernels").symlink_to(kernel_home / "kernels")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(speed, "write_codec_rates", full)
+    monkeypatch.setattr(kernel_build, "step_back", lambda: None)
+    assert kernel_build.compile_here(tmp_path) == Exit.OK
+    assert "the codecs could not be measured" in caplog.text
 
 
 # --- a real agent ------------------------------------------------------------------------------
