@@ -27,6 +27,7 @@ _CODERS = {
     columns.CODER_COPY: ("copying", "Copying"),
     columns.CODER_LOSSLESS: ("lossless", "Lossless"),
     columns.CODER_FP8: ("fp8", "Fp8"),
+    columns.CODER_LBQ: ("lbq", "Lbq"),
 }
 
 

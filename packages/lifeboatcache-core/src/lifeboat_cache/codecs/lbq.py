@@ -1,0 +1,372 @@
+"""The coder LBQ: 2, 3 or 4 bits per element, after a rotation, along a trellis."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.codecs.layout import TensorLayout
+from lifeboat_cache.errors import FormatError
+from lifeboat_cache.kernels import codec_layout as columns
+from lifeboat_cache.kernels import lbq_tables as tables
+from lifeboat_cache.kernels.lbq_tables import CENTRED
+
+__all__ = ["CENTRED", "Lbq"]
+
+_MOST_DIM = 4096
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[Any]
+
+_MOST = np.float32(np.finfo(np.float32).max)
+
+_LARGEST = {
+    "bfloat16": np.float32(2.0**128 - 2.0**120),
+    "float16": np.float32(65504.0),
+    "float32": _MOST,
+}
+
+
+class Lbq:
+    """Rotated vectors, quantised to 2, 3 or 4 bits per element along the paths of a trellis.
+
+    ``bits`` is the width, and :data:`CENTRED` more if the mean of each channel over the
+    tensor's tokens is stored apart.
+
+    A stored tensor is one after the other:
+
+    - One byte: the exponent ``B`` of the largest scale, biased as in float32, at least 16.
+    - If centred, ``heads * dim`` means as bfloat16.
+    - One byte per unit, in the order of tokens, heads and units: its scale. A unit is 128
+      elements of a vector if ``dim`` is a multiple of 128, else 64 if it is a multiple of 64,
+      else the vector. 0 is a unit of zeros; ``s`` is ``(1 + s % 16 / 16) * 2 ** (B - 142 +
+      s // 16)``.
+    - The units' elements, ``width / 8`` bytes each, in the same order.
+
+    How a unit is restored, all in float32, each operation rounded once and in this order:
+
+    1. **Levels.** The elements come in chunks of 64 (the last one may have 16, 32 or 48).
+       Element ``t`` of a chunk has a bit ``w`` of the path, a sign ``s`` and ``width - 2``
+       bits ``h``. First come ``w + 2 s`` of all elements, two bits each, from the lowest bit of
+       the first byte on; then ``h`` of all, ``width - 2`` bits each. With ``w'``, ``w''``
+       and ``w'''`` the path's bits one, two and three elements before (0 at the beginning of a
+       chunk), the element is ``+`` or (``s``) ``-`` level number ``4 h + 2 ((w ^ w' ^ w''') ^ s)
+       + (w'' ^ s)`` of the width.
+    2. **Order.** Element ``t`` of a chunk of ``c`` lies at ``t % 4 * c / 4 + t // 4``; in units
+       of 64 and 128 the element there is the one that ``lbq_tables.ORDERS`` says.
+    3. **Rotation.** A unit is ``m`` groups of 128, 64, 32 or 16. If there are several, twice
+       their mean is taken off each of them (a reflection). Each group goes through the
+       butterflies of a Hadamard matrix in the order of ``lbq_tables.STAGES``.
+    4. Multiplied by the scale divided by the square root of the group's size, with the sign
+       that the element has in ``lbq_tables.SIGNS``; the mean is added; what is beyond the
+       largest number of the dtype becomes that; rounded to it, ties to even.
+
+    To store, the same backwards. The scale is the root of the mean square, and the path the one
+    with the least squared error. Infinities and NaN count as missing: they are left out of
+    means and scales, and come back as about their channel's mean (not centred: as about zero).
+    A vector whose scale is less than ``2 ** -16`` of the tensor's largest becomes zeros.
+    """
+
+    number = columns.CODER_LBQ
+
+    def takes(self, tensor: TensorLayout) -> bool:
+        """Keys, values and latents of 16- or 32-bit floats, in vectors of multiples of 16."""
+        return (
+            tensor.dtype in _LARGEST
+            and tensor.role not in ("state", "opaque")
+            and tensor.dim % 16 == 0
+            and tensor.dim <= _MOST_DIM
+        )
+
+    def fixed_bytes(self, tensor: TensorLayout, bits: int) -> int | None:
+        """What follows from the shape."""
+        return self.most_bytes(tensor, bits)
+
+    def most_bytes(self, tensor: TensorLayout, bits: int) -> int:
+        """What follows from the shape."""
+        width, centred = _width(tensor, bits)
+        means = 2 * tensor.heads * tensor.dim if centred else 0
+        units = tensor.vectors * (tensor.dim // tables.unit_of(tensor.dim))
+        return 1 + means + units + tensor.vectors * tensor.dim * width // 8
+
+    def encode(
+        self, tensor: TensorLayout, payload: npt.NDArray[np.uint8], bits: int
+    ) -> npt.NDArray[np.uint8]:
+        """See :class:`lifeboat_cache.codecs.coder.Coder`."""
+        width, centred = _width(tensor, bits)
+        unit = tables.unit_of(tensor.dim)
+        group = tables.group_of(unit)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = _as_floats(tensor.dtype, tensor.gather(payload))
+            finite = np.isfinite(values)
+            values = np.where(finite, values, np.float32(0))
+            parts = []
+            means = np.zeros((tensor.heads, tensor.dim), dtype=np.uint16)
+            if centred:
+                means = _means(values, finite)
+                parts.append(means.reshape(-1).view(np.uint8))
+            rest = _clamped(values - _wide(means), _MOST)
+        units = np.where(finite, rest, np.float32(0)).reshape(-1, unit)
+        # Every unit by a power of two that makes its largest element about 1.
+        most = np.abs(units).max(axis=1)
+        raised = np.maximum(254 - np.maximum(most.view(np.int32) >> 23, 1), 1)
+        units = units * (raised << 23).astype(np.int32).view(np.float32)[:, None]
+        energy = np.zeros(units.shape[0], dtype=np.float32)
+        for element in range(unit):
+            energy = energy + units[:, element] * units[:, element]
+        found = np.sqrt(energy / np.float32(unit)).view(np.int32)
+        scales = (found + 0x3FFFF + ((found >> 19) & 1)) >> 19
+        lifted = 16 * (raised - 127)
+        scales = np.where(most > 0, np.minimum(scales - lifted, 16 * 254 + 15), 0)
+        top = max(int(scales.max()) >> 4, 16)
+        codes = np.maximum(scales - 16 * (top - 15), 0)
+        parts.insert(0, np.array([top], dtype=np.uint8))
+        parts.append(codes.astype(np.uint8))
+        raised_scales = ((scales + lifted) << 19).astype(np.int32).view(np.float32)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            by = np.float32(1) / (raised_scales * _root(group))
+        by = np.where(codes > 0, by, np.float32(0))
+        rotated = _rotate(units * _signs(unit), group, mixed_last=True) * by[:, None]
+        parts.append(_quantise(rotated, width).reshape(-1))
+        return np.concatenate(parts)
+
+    def decode(
+        self,
+        tensor: TensorLayout,
+        stored: npt.NDArray[np.uint8],
+        payload: npt.NDArray[np.uint8],
+        bits: int,
+    ) -> int:
+        """See :class:`lifeboat_cache.codecs.coder.Coder`."""
+        width, centred = _width(tensor, bits)
+        unit = tables.unit_of(tensor.dim)
+        group = tables.group_of(unit)
+        size = self.most_bytes(tensor, bits)
+        if stored.shape[0] < size:
+            raise FormatError("a stored tensor is cut short: it is computed again")
+        if stored[0] < 16:
+            raise FormatError("the exponent of a stored tensor is wrong: it is computed again")
+        at = 1
+        means = np.zeros((tensor.heads, tensor.dim), dtype=np.uint16)
+        if centred:
+            means = stored[1 : 1 + 2 * means.size].copy().view("<u2").reshape(means.shape)
+            at += 2 * means.size
+        units = tensor.vectors * (tensor.dim // unit)
+        codes = stored[at : at + units].astype(np.int32)
+        scales = np.minimum(codes + 16 * (int(stored[0]) - 15), 16 * 254 + 15)
+        scales = np.where(codes > 0, scales, 0)
+        by = (scales << 19).astype(np.int32).view(np.float32) * _over_root(group)
+        levels = _levels(stored[at + units : size].reshape(units, -1), unit, width)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rotated = _rotate(levels, group, mixed_last=False)
+            values = rotated * (by[:, None] * _signs(unit))
+            values = values.reshape(tensor.tokens, tensor.heads, tensor.dim) + _wide(means)
+        values = _clamped(values, _LARGEST[tensor.dtype])
+        tensor.scatter(_as_elements(tensor.dtype, values), payload)
+        return size
+
+
+def _width(tensor: TensorLayout, bits: int) -> tuple[int, bool]:
+    width, centred = bits & tables.WIDTH_MASK, bits & ~tables.WIDTH_MASK
+    if not Lbq().takes(tensor) or width not in tables.WIDTHS or centred not in (0, CENTRED):
+        raise ValueError(
+            f"lbq does not store {tensor.role} of {tensor.dtype} in vectors of {tensor.dim} with "
+            f"bits {bits}: it takes 2, 3 or 4 ({CENTRED} more to centre) and multiples of 16"
+        )
+    return width, centred != 0
+
+
+def _as_floats(dtype: str, elements: npt.NDArray[np.uint8]) -> Floats:
+    if dtype == "bfloat16":
+        return _wide(elements.view("<u2"))
+    return elements.view("<f2" if dtype == "float16" else "<f4").astype(np.float32)
+
+
+def _as_elements(dtype: str, values: Floats) -> npt.NDArray[np.uint8]:
+    if dtype == "bfloat16":
+        return _narrow(values).view(np.uint8)
+    return values.astype("<f2" if dtype == "float16" else "<f4").view(np.uint8)
+
+
+def _wide(bits: npt.NDArray[np.uint16]) -> Floats:
+    """Numbers of bfloat16."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _narrow(values: Floats) -> npt.NDArray[np.uint16]:
+    """Finite numbers to bfloat16, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+
+
+def _clamped(values: Floats, most: np.float32) -> Floats:
+    """No further from zero than ``most``; what is not a number becomes that."""
+    values = np.where(values < most, values, most)
+    return np.where(values > -most, values, -most)
+
+
+def _means(values: Floats, finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint16]:
+    """uint16 ``(heads, dim)``: means over the tokens where they are finite, as bfloat16."""
+    total = np.zeros(values.shape[1:], dtype=np.float32)
+    count = np.zeros(values.shape[1:], dtype=np.float32)
+    for token in range(values.shape[0]):
+        total = total + values[token]
+        count = count + finite[token].astype(np.float32)
+    means = total / np.maximum(count, np.float32(1))
+    return _narrow(np.where(np.abs(means) <= _LARGEST["bfloat16"], means, np.float32(0)))
+
+
+def _root(group: int) -> np.float32:
+    return np.float32(np.sqrt(np.float64(group)))
+
+
+def _over_root(group: int) -> np.float32:
+    return np.float32(1 / np.sqrt(np.float64(group)))
+
+
+@cache
+def _signs(unit: int) -> Floats:
+    """float32 ``(unit,)``: 1 and -1."""
+    bits = [(tables.SIGNS >> (element % 128)) & 1 for element in range(unit)]
+    return np.array([-1.0 if bit else 1.0 for bit in bits], dtype=np.float32)
+
+
+def _rotate(units: Floats, group: int, *, mixed_last: bool) -> Floats:
+    """Hadamard matrix within groups (not normalised), and a reflection between them."""
+    parts = units.reshape(units.shape[0], -1, group)
+    if not mixed_last:
+        parts = _reflect(parts)
+    for bit in tables.STAGES[group]:
+        pairs = parts.reshape(*parts.shape[:2], group >> (bit + 1), 2, 1 << bit)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        parts = np.stack((first + second, first - second), axis=-2).reshape(parts.shape)
+    if mixed_last:
+        parts = _reflect(parts)
+    return parts.reshape(units.shape)
+
+
+def _reflect(parts: Floats) -> Floats:
+    groups = parts.shape[1]
+    if groups == 1:
+        return parts
+    total = parts[:, 0]
+    for number in range(1, groups):
+        total = total + parts[:, number]
+    return parts - (total * np.float32(2 / groups))[:, None]
+
+
+def _chunks(unit: int) -> list[tuple[int, int]]:
+    """First element and size of each chunk."""
+    return [(at, min(tables.CHUNK, unit - at)) for at in range(0, unit, tables.CHUNK)]
+
+
+@cache
+def _order(unit: int) -> Ints:
+    """Which rotated element each element in the order of storage is."""
+    places: Ints = np.concatenate(
+        [at + np.arange(size).reshape(4, size // 4).T.reshape(-1) for at, size in _chunks(unit)]
+    )
+    if unit in tables.ORDERS:
+        places = np.array(tables.ORDERS[unit])[places]
+    return places
+
+
+@cache
+def _branches() -> tuple[Ints, Ints]:
+    """``(8, 2)``: from which state, and through which subset, each state is reached."""
+    before = np.array([[(state >> 1) | (old << 2) for old in (0, 1)] for state in range(8)])
+    subsets = [
+        [tables.subset_of(before[state][old], state & 1) for old in (0, 1)] for state in range(8)
+    ]
+    return before, np.array(subsets)
+
+
+@cache
+def _all_levels(width: int) -> Floats:
+    """All levels, ascending."""
+    positive = np.array(tables.LEVELS[width], dtype=np.float32)
+    return np.concatenate((-positive[::-1], positive))
+
+
+def _quantise(rotated: Floats, width: int) -> npt.NDArray[np.uint8]:
+    """uint8 ``(units, unit * width / 8)``: the path with the least squared error."""
+    rotated = rotated[:, _order(rotated.shape[1])]
+    parts = [_path(rotated[:, at : at + size], width) for at, size in _chunks(rotated.shape[1])]
+    return np.concatenate(parts, axis=1)
+
+
+def _path(chunk: Floats, width: int) -> npt.NDArray[np.uint8]:
+    before, subsets = _branches()
+    levels = _all_levels(width)
+    half = levels.shape[0] // 2
+    units, length = chunk.shape
+    cost = np.full((units, 8), np.float32(1e30), dtype=np.float32)
+    cost[:, 0] = 0
+    nearest = np.empty((length, units, 4), dtype=np.int64)
+    taken = np.empty((length, units, 8), dtype=np.int64)
+    for t in range(length):
+        errors = np.empty((units, 4), dtype=np.float32)
+        for subset in range(4):
+            own = levels[subset::4]
+            between = (own[:-1] + own[1:]) * np.float32(0.5)
+            number = (chunk[:, t, None] > between).sum(axis=1)
+            nearest[t, :, subset] = 4 * number + subset
+            difference = chunk[:, t] - own[number]
+            errors[:, subset] = difference * difference
+        costs = [cost[:, before[:, old]] + errors[:, subsets[:, old]] for old in (0, 1)]
+        taken[t] = costs[1] < costs[0]
+        cost = np.where(taken[t] == 1, costs[1], costs[0])
+    state = cost.argmin(axis=1)
+    row = np.arange(units)
+    path = np.empty((units, length), dtype=np.int64)
+    level = np.empty((units, length), dtype=np.int64)
+    for t in range(length - 1, -1, -1):
+        old = taken[t, row, state]
+        path[:, t] = state & 1
+        level[:, t] = nearest[t, row, subsets[state, old]]
+        state = before[state, old]
+    negative = level < half
+    magnitude = np.where(negative, half - 1 - level, level - half)
+    return np.concatenate(
+        (_packed(path | (negative << 1), 2), _packed(magnitude >> 2, width - 2)), axis=1
+    )
+
+
+def _packed(numbers: Ints, bits: int) -> npt.NDArray[np.uint8]:
+    """Numbers of a few bits, from the lowest bit of the first byte on."""
+    single = (numbers[:, :, None] >> np.arange(bits)) & 1
+    flat = single.reshape(numbers.shape[0], -1).astype(np.uint8)
+    return np.packbits(flat, axis=1, bitorder="little")
+
+
+def _unpacked(packed: npt.NDArray[np.uint8], bits: int) -> Ints:
+    single = np.unpackbits(packed, axis=1, bitorder="little").astype(np.int64)
+    if not bits:
+        return np.zeros(1, dtype=np.int64)
+    numbers: Ints = (single.reshape(packed.shape[0], -1, bits) << np.arange(bits)).sum(axis=2)
+    return numbers
+
+
+def _levels(stored: npt.NDArray[np.uint8], unit: int, width: int) -> Floats:
+    """float32 ``(units, unit)``: what the elements are before the rotation is undone."""
+    positive = np.array(tables.LEVELS[width], dtype=np.float32)
+    parts = []
+    at = 0
+    for _, size in _chunks(unit):
+        low = _unpacked(stored[:, at : at + size // 4], 2)
+        at += size // 4
+        high = _unpacked(stored[:, at : at + size * (width - 2) // 8], width - 2)
+        at += size * (width - 2) // 8
+        path, negative = low & 1, low >> 1
+        past = np.pad(path, ((0, 0), (3, 0)))
+        one, two, three = past[:, 2:-1], past[:, 1:-2], past[:, :-3]
+        number = 4 * high + 2 * (path ^ one ^ three ^ negative) + (two ^ negative)
+        parts.append(np.where(negative == 1, -positive[number], positive[number]))
+    ordered = np.concatenate(parts, axis=1)
+    units = np.empty_like(ordered)
+    units[:, _order(unit)] = ordered
+    return units
