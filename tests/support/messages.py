@@ -19,7 +19,17 @@ _REASONS = re.compile(r".*reason|_unsupported|unreadable_load_format")
 
 #: Calls whose first or second argument is a message.
 _CALLS = frozenset(
-    {"_disable", "_stand_down", "_taint", "ForeignDataError", "IdentityError", "TargetError"}
+    {
+        "_StandDownError",
+        "_disable",
+        "_stand_down",
+        "_taint",
+        "stand_down",
+        "ForeignDataError",
+        "IdentityError",
+        "SettingsError",
+        "TargetError",
+    }
 )
 _LEVELS = frozenset({"info", "warning", "error", "exception"})
 
@@ -52,6 +62,10 @@ def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
             for part in ast.walk(node):
                 if isinstance(part, ast.Return) and part.value is not None:
                     yield from _texts(part.value)
+        elif isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "TABLE":
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant):
+                    yield from _texts(part)
         elif isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "reason" for target in node.targets
         ):

@@ -84,9 +84,12 @@ def size_host_pool(
             size, reason = half, "half of the memory left after the reserve"
     else:
         least, most = _DEFAULT_BYTES
-        size = min(max(int(available * _SHARE), least), most)
-        reason = f"{_SHARE:.0%} of the available memory, within {least // 10**9} to "
-        reason += f"{most // 10**9} GB"
+        within = f"within {least // 10**9} to {most // 10**9} GB"
+        share = int(available * _SHARE)
+        size, reason = (
+            min(max(share, least), most),
+            f"{_SHARE:.0%} of the available memory, {within}",
+        )
     fits = (available - reserve) // ranks - _RANK_BYTES
     if fits < size:
         size, reason = max(0, fits), f"what {limit} of {available / 1e9:.1f} GB leaves"
