@@ -20,7 +20,9 @@ def bench_names() -> list[str]:
 
 
 def run_bench(name: str, arguments: Sequence[str]) -> int:
-    """Run a benchmark in the engine's environment and return its exit code.
+    """Run a benchmark in its engine's environment and return its exit code.
+
+    Those of SGLang are named ``sglang_...``; all others run in vLLM's environment.
 
     Parameters
     ----------
@@ -39,6 +41,6 @@ def run_bench(name: str, arguments: Sequence[str]) -> int:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    python = recipes.vllm().make()
+    python = (recipes.sglang() if name.startswith("sglang_") else recipes.vllm()).make()
     with locked(dev_home() / "bench.lock"):  # two would slow each other down
         return try_run([python, Path(_BENCH, f"{name}.py"), *arguments], env=variables)
