@@ -1,7 +1,7 @@
 """The coder fp8: vectors of 8-bit floating-point numbers, each vector with a power of two.
 
 What is stored, and why, stands in ``codecs/fp8.py``, the numpy twin of this module. The
-loops over a vector are written as vectors of 32 or 16 lanes: the compiler maps them to what
+loops over a vector are written as vectors of 16 to 64 lanes: the compiler maps them to what
 the processor has. All arithmetic is of integers, so that no mode of the floating-point unit
 changes a byte.
 """
@@ -27,14 +27,15 @@ __all__ = ["decode", "encode"]
 _REFUSED = np.int64(-1)
 
 _I1 = ir.IntType(1)
-_I8 = ir.IntType(8)
-_I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 #: The codes of infinity and of "not a number", without sign.
 _CODE_INF = 0x7E
 _CODE_NAN = 0x7F
+
+#: From the exponents of float16 to those of float32.
+_REBIAS = 112
 
 
 @dataclass(frozen=True)
@@ -43,36 +44,26 @@ class _Kind:
 
     Attributes
     ----------
-    item_bits
-        Of an element.
-    lane_bits
-        Of the lanes in which elements are encoded. They are then numbers with 8 bits of
-        exponent, biased as in float32.
-    inf
-        The bits of infinity, as an element.
-    coded_inf
-        The bits of infinity, in such a lane.
-    nan, largest, mantissa
-        The bits of the NaN that is given back and of the largest finite number, and how many
-        bits of an element are its mantissa.
+    item_bits, mantissa
+        Bits of an element, and how many of them are its mantissa.
+    inf, nan, largest
+        The bits of infinity, of the NaN that is given back, and of the largest finite number.
     least, most
         Bounds of a vector's exponent.
     """
 
     item_bits: int
-    lane_bits: int
+    mantissa: int
     inf: int
-    coded_inf: int
     nan: int
     largest: int
-    mantissa: int
     least: int
     most: int
 
 
-_BF16 = _Kind(16, 16, 0x7F80, 0x7F80, 0x7FC0, 0x7F7F, 7, 20, 255)
-_FP16 = _Kind(16, 32, 0x7C00, 0x47800000, 0x7E00, 0x7BFF, 10, 103, 143)
-_FP32 = _Kind(32, 32, 0x7F800000, 0x7F800000, 0x7FC00000, 0x7F7FFFFF, 23, 20, 255)
+_BF16 = _Kind(16, 7, 0x7F80, 0x7FC0, 0x7F7F, 20, 255)
+_FP16 = _Kind(16, 10, 0x7C00, 0x7E00, 0x7BFF, 103, 143)
+_FP32 = _Kind(32, 23, 0x7F800000, 0x7FC00000, 0x7F7FFFFF, 20, 255)
 
 
 class _Lanes:
@@ -197,52 +188,60 @@ def _largest(kind: _Kind, lanes: int, *, finite: bool) -> Any:
     return _wrap(2, build, types.int64)
 
 
-def _encode_lanes(kind: _Kind, lanes: int) -> Any:
+def _encode_lanes(kind: _Kind, lanes: int, *, widen: bool = False) -> Any:
     """``encode_lanes(source, to, count, exponent, digits)``: codes of ``count * lanes`` elements.
 
-    ``digits`` is the number of mantissa bits of a code.
+    ``digits`` is the number of mantissa bits of a code. With ``widen``, elements of float16 are
+    encoded as float32; without, none of the subnormal ones may become a normal code.
     """
-    mantissa = kind.lane_bits - 9
-    bits = kind.lane_bits
+    bits = 32 if widen else kind.item_bits
+    mantissa = 23 if widen else kind.mantissa
+    inf = 0x47800000 if widen else kind.inf
+    narrow16 = kind is _FP16 and not widen
 
     def build(builder: Any, source: Any, to: Any, count: Any, exponent: Any, digits: Any) -> None:
         wide = _Lanes(builder, lanes, bits)
         items = _Lanes(builder, lanes, kind.item_bits)
         narrow = _Lanes(builder, lanes, 8)
-        top = builder.sub(
-            builder.shl(ir.Constant(_I64, 1), builder.sub(ir.Constant(_I64, 7), digits)),
-            ir.Constant(_I64, 1),
-        )
-        low = builder.sub(exponent, top)
+        low = builder.sub(exponent, _top(builder, digits))
+        if narrow16:
+            low = builder.sub(low, ir.Constant(_I64, _REBIAS))
         base = wide.spread(low)
         base_bits = wide.spread(builder.shl(low, ir.Constant(_I64, mantissa)))
         drop = builder.sub(ir.Constant(_I64, mantissa), digits)
         least_shift = wide.spread(drop)
         shift_at_one = wide.spread(builder.add(drop, ir.Constant(_I64, 1)))
-        one = wide.all(1)
+        one, implicit = wide.all(1), wide.all(1 << mantissa)
 
         def body(number: Any, nothing: Any) -> Any:
             element = items.load(_step(builder, source, number, lanes * kind.item_bits // 8))
             size = builder.and_(element, items.all((1 << (kind.item_bits - 1)) - 1))
             sign = builder.lshr(element, items.all(kind.item_bits - 8))
             sign = builder.and_(sign, items.all(0x80))
-            if kind is _FP16:
-                size, sign = _widened(builder, wide, size), builder.zext(sign, wide.type)
-            field = builder.sub(builder.lshr(size, wide.all(mantissa)), base)
+            if widen:
+                size, sign = (
+                    _widened(builder, wide, size),
+                    builder.zext(sign, wide.type),
+                )
+            field = builder.lshr(size, wide.all(mantissa))
+            hidden = implicit
+            if narrow16:
+                is_subnormal = builder.icmp_signed("<", size, implicit)
+                hidden = builder.select(is_subnormal, wide.all(0), implicit)
+                field = _larger(builder, field, one)
+            field = builder.sub(field, base)
             shift = _larger(builder, builder.sub(shift_at_one, field), least_shift)
             shift = _smaller(builder, shift, wide.all(bits - 1))
-            significand = builder.or_(
-                builder.and_(size, wide.all((1 << mantissa) - 1)), wide.all(1 << mantissa)
-            )
+            significand = builder.or_(builder.and_(size, wide.all((1 << mantissa) - 1)), hidden)
             is_normal = builder.icmp_signed(">=", field, one)
             exact = builder.select(is_normal, builder.sub(size, base_bits), significand)
             # Half of the last place, less the smallest part if the place is even: ties to even.
             odd = builder.and_(builder.lshr(exact, shift), one)
             half = builder.sub(builder.lshr(builder.shl(one, shift), one), one)
             code = builder.lshr(builder.add(builder.add(exact, half), odd), shift)
-            inf = wide.all(kind.coded_inf)
-            code = builder.select(builder.icmp_signed(">=", size, inf), wide.all(_CODE_INF), code)
-            code = builder.select(builder.icmp_signed(">", size, inf), wide.all(_CODE_NAN), code)
+            for above, special in ((inf - 1, _CODE_INF), (inf, _CODE_NAN)):
+                is_special = builder.icmp_signed(">", size, wide.all(above))
+                code = builder.select(is_special, wide.all(special), code)
             code = builder.trunc(builder.or_(code, sign), narrow.type)
             narrow.store(code, _step(builder, to, number, lanes))
             return nothing
@@ -252,10 +251,16 @@ def _encode_lanes(kind: _Kind, lanes: int) -> Any:
     return _wrap(5, build, types.void)
 
 
+def _top(builder: Any, digits: Any) -> Any:
+    """The largest exponent of a code."""
+    one = ir.Constant(_I64, 1)
+    return builder.sub(builder.shl(one, builder.sub(ir.Constant(_I64, 7), digits)), one)
+
+
 def _widened(builder: Any, wide: _Lanes, size: Any) -> Any:
     """Magnitudes of float16 as those of float32; infinity becomes 65,536."""
     size = builder.zext(size, wide.type)
-    normal = builder.add(builder.shl(size, wide.all(13)), wide.all(112 << 23))
+    normal = builder.add(builder.shl(size, wide.all(13)), wide.all(_REBIAS << 23))
     floats = ir.VectorType(ir.FloatType(), wide.lanes)
     # Whole numbers of the smallest subnormal, 2 ** -24; they convert exactly.
     counted = builder.bitcast(builder.sitofp(size, floats), wide.type)
@@ -270,17 +275,16 @@ def _decode_lanes(kind: _Kind, lanes: int) -> Any:
     """
     bits = kind.item_bits
     mantissa = kind.mantissa
-    bias = 112 if kind is _FP16 else 0
+    bias = _REBIAS if kind is _FP16 else 0
 
     def build(builder: Any, source: Any, to: Any, count: Any, exponent: Any, digits: Any) -> None:
         wide = _Lanes(builder, lanes, bits)
         narrow = _Lanes(builder, lanes, 8)
-        one = ir.Constant(_I64, 1)
-        top = builder.sub(builder.shl(one, builder.sub(ir.Constant(_I64, 7), digits)), one)
-        low = builder.sub(builder.sub(exponent, top), ir.Constant(_I64, bias))
+        low = builder.sub(exponent, _top(builder, digits))
+        low = builder.sub(low, ir.Constant(_I64, bias))
         base_bits = wide.spread(builder.shl(low, ir.Constant(_I64, mantissa)))
         raise_by = wide.spread(builder.sub(ir.Constant(_I64, mantissa), digits))
-        whole = builder.shl(one, digits)
+        whole = builder.shl(ir.Constant(_I64, 1), digits)
         limits = [narrow.spread(builder.lshr(whole, ir.Constant(_I64, by))) for by in range(5)]
         less = [narrow.spread(builder.mul(whole, ir.Constant(_I64, by))) for by in range(1, 6)]
 
@@ -292,15 +296,23 @@ def _decode_lanes(kind: _Kind, lanes: int) -> Any:
             for limit, minus in zip(limits, less, strict=True):
                 doubled = builder.add(doubled, doubled)
                 normal = builder.select(
-                    builder.icmp_signed("<", size, limit), builder.sub(doubled, minus), normal
+                    builder.icmp_signed("<", size, limit),
+                    builder.sub(doubled, minus),
+                    normal,
                 )
             value = builder.add(builder.shl(builder.sext(normal, wide.type), raise_by), base_bits)
             if kind is _FP16:
                 value = _subnormal(builder, wide, value)
             value = _smaller(builder, value, wide.all(kind.largest))
-            for special, element in ((0, 0), (_CODE_INF, kind.inf), (_CODE_NAN, kind.nan)):
+            for special, element in (
+                (0, 0),
+                (_CODE_INF, kind.inf),
+                (_CODE_NAN, kind.nan),
+            ):
                 value = builder.select(
-                    builder.icmp_signed("==", size, narrow.all(special)), wide.all(element), value
+                    builder.icmp_signed("==", size, narrow.all(special)),
+                    wide.all(element),
+                    value,
                 )
             sign = builder.and_(builder.sext(code, wide.type), wide.all(1 << (bits - 1)))
             wide.store(builder.or_(value, sign), _step(builder, to, number, lanes * bits // 8))
@@ -327,22 +339,40 @@ def _subnormal(builder: Any, wide: _Lanes, value: Any) -> Any:
 def _float32_bits(size: Any) -> Any:
     """A finite magnitude of float16 as one of float32."""
     if size >= 0x400:
-        return (size << 13) + (112 << 23)
+        return (size << 13) + (_REBIAS << 23)
     if size == 0:
         return np.int64(0)
-    exponent = np.int64(113)
+    exponent = np.int64(_REBIAS + 1)
     while size < 0x400:
         size <<= 1
         exponent -= 1
     return (exponent << 23) | ((size & 0x3FF) << 13)
 
 
+def _encoder(kind: _Kind, lanes: int) -> Any:
+    """The ``encode_lanes`` that is right for every element of a dtype."""
+    plain = _encode_lanes(kind, lanes)
+    if kind is not _FP16:
+        return plain
+    widening = _encode_lanes(kind, lanes, widen=True)
+
+    @inline
+    def either(source: Any, to: Any, count: Any, exponent: Any, digits: Any) -> None:
+        # The least normal code, as float16, is normal from here on.
+        if exponent - (1 << (7 - digits)) >= _REBIAS:
+            plain(source, to, count, exponent, digits)
+        else:
+            widening(source, to, count, exponent, digits)
+
+    return either
+
+
 def _functions(kind: _Kind) -> tuple[Any, Any]:
-    """``encode_vector`` and ``decode_vector`` of a dtype."""
+    """``encode_vectors`` and ``decode_vectors`` of a dtype."""
     largest32, largest16 = (_largest(kind, lanes, finite=False) for lanes in (32, 16))
     finite16 = _largest(kind, 16, finite=True)
-    encode32, encode16 = (_encode_lanes(kind, lanes) for lanes in (32, 16))
-    decode32, decode16 = (_decode_lanes(kind, lanes) for lanes in (32, 16))
+    encode32, encode16 = (_encoder(kind, lanes) for lanes in (32, 16))
+    decode64, decode16 = (_decode_lanes(kind, lanes) for lanes in (64, 16))
     item = kind.item_bits // 8
     inf, least, most = kind.inf, kind.least, kind.most
     is_bf16, is_fp16 = kind is _BF16, kind is _FP16
@@ -358,12 +388,10 @@ def _functions(kind: _Kind) -> tuple[Any, Any]:
         exponent = (size + (np.int64(5) << (22 - digits))) >> 23
         return min(max(exponent, np.int64(least)), np.int64(most))
 
-    @helper
-    def encode_vector(source: Any, scale: Any, to: Any, dim: Any, digits: Any) -> None:
+    @inline
+    def encode_vector(source: Any, scale: Any, to: Any, dim: Any, digits: Any, padded: Any) -> None:
         pairs, half, tail = dim // 32, (dim // 16) % 2, dim % 16
         at_half, at_tail = pairs * 32, dim - tail
-        padded = np.int64(raw.stack(64))
-        coded = np.int64(raw.stack(16))
         most_of = largest32(source, pairs)
         if half:
             most_of = max(most_of, largest16(source + at_half * item, half))
@@ -381,26 +409,52 @@ def _functions(kind: _Kind) -> tuple[Any, Any]:
         if half:
             encode16(source + at_half * item, to + at_half, half, exponent, digits)
         if tail:
-            encode16(padded, coded, np.int64(1), exponent, digits)
-            raw.copy(to + at_tail, coded, tail)
+            encode16(padded, padded + 64, np.int64(1), exponent, digits)
+            raw.copy(to + at_tail, padded + 64, tail)
 
-    @helper
-    def decode_vector(source: Any, scale: Any, to: Any, dim: Any, digits: Any) -> None:
-        pairs, half, tail = dim // 32, (dim // 16) % 2, dim % 16
-        at_half, at_tail = pairs * 32, dim - tail
+    @inline
+    def decode_vector(source: Any, scale: Any, to: Any, dim: Any, digits: Any, padded: Any) -> None:
+        quads, halves, tail = dim // 64, (dim // 16) % 4, dim % 16
+        at_half, at_tail = quads * 64, dim - tail
         exponent = min(max(np.int64(bytes_at(scale)[0]), np.int64(least)), np.int64(most))
-        decode32(source, to, pairs, exponent, digits)
-        if half:
-            decode16(source + at_half, to + at_half * item, half, exponent, digits)
+        decode64(source, to, quads, exponent, digits)
+        if halves:
+            decode16(source + at_half, to + at_half * item, halves, exponent, digits)
         if tail:
-            coded = np.int64(raw.stack(16))
-            padded = np.int64(raw.stack(64))
-            raw.zero(coded, 16)
-            raw.copy(coded, source + at_tail, tail)
-            decode16(coded, padded, np.int64(1), exponent, digits)
+            raw.zero(padded + 64, 16)
+            raw.copy(padded + 64, source + at_tail, tail)
+            decode16(padded + 64, padded, np.int64(1), exponent, digits)
             raw.copy(to + at_tail * item, padded, tail * item)
 
-    return encode_vector, decode_vector
+    @helper
+    def encode_vectors(words: Any, start: Any, scale: Any, code: Any) -> None:
+        dim, digits, heads = words[C.ROW_DIM], words[C.ROW_BITS], words[C.ROW_HEADS]
+        step = words[C.ROW_HEAD_STRIDE]
+        padded = np.int64(raw.stack(80))
+        for o in range(words[C.ROW_OUTER]):
+            for i in range(words[C.ROW_INNER]):
+                vector = start + o * words[C.ROW_OUTER_STRIDE] + i * words[C.ROW_INNER_STRIDE]
+                for _ in range(heads):
+                    encode_vector(vector, scale, code, dim, digits, padded)
+                    vector += step
+                    scale += 1
+                    code += dim
+
+    @helper
+    def decode_vectors(words: Any, start: Any, scale: Any, code: Any) -> None:
+        dim, digits, heads = words[C.ROW_DIM], words[C.ROW_BITS], words[C.ROW_HEADS]
+        step = words[C.ROW_HEAD_STRIDE]
+        padded = np.int64(raw.stack(80))
+        for o in range(words[C.ROW_OUTER]):
+            for i in range(words[C.ROW_INNER]):
+                vector = start + o * words[C.ROW_OUTER_STRIDE] + i * words[C.ROW_INNER_STRIDE]
+                for _ in range(heads):
+                    decode_vector(code, scale, vector, dim, digits, padded)
+                    vector += step
+                    scale += 1
+                    code += dim
+
+    return encode_vectors, decode_vectors
 
 
 _encode_bf16, _decode_bf16 = _functions(_BF16)
@@ -439,22 +493,14 @@ def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:  # n
     size = _size(words)
     if size < 0 or size > room:
         return _REFUSED
-    dim, digits, dtype = words[C.ROW_DIM], words[C.ROW_BITS], words[C.ROW_DTYPE]
-    scale = dst
     code = dst + words[C.ROW_OUTER] * words[C.ROW_INNER] * words[C.ROW_HEADS]
-    for o in range(words[C.ROW_OUTER]):
-        for i in range(words[C.ROW_INNER]):
-            vector = start + o * words[C.ROW_OUTER_STRIDE] + i * words[C.ROW_INNER_STRIDE]
-            for _ in range(words[C.ROW_HEADS]):
-                if dtype == C.DTYPE_BF16:
-                    _encode_bf16(vector, scale, code, dim, digits)
-                elif dtype == C.DTYPE_FP16:
-                    _encode_fp16(vector, scale, code, dim, digits)
-                else:
-                    _encode_fp32(vector, scale, code, dim, digits)
-                vector += words[C.ROW_HEAD_STRIDE]
-                scale += 1
-                code += dim
+    dtype = words[C.ROW_DTYPE]
+    if dtype == C.DTYPE_BF16:
+        _encode_bf16(words, start, dst, code)
+    elif dtype == C.DTYPE_FP16:
+        _encode_fp16(words, start, dst, code)
+    else:
+        _encode_fp32(words, start, dst, code)
     return size
 
 
@@ -470,20 +516,12 @@ def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:  # n
     stored = _size(words)
     if stored < 0 or stored > size:
         return _REFUSED
-    dim, digits, dtype = words[C.ROW_DIM], words[C.ROW_BITS], words[C.ROW_DTYPE]
-    scale = src
     code = src + words[C.ROW_OUTER] * words[C.ROW_INNER] * words[C.ROW_HEADS]
-    for o in range(words[C.ROW_OUTER]):
-        for i in range(words[C.ROW_INNER]):
-            vector = start + o * words[C.ROW_OUTER_STRIDE] + i * words[C.ROW_INNER_STRIDE]
-            for _ in range(words[C.ROW_HEADS]):
-                if dtype == C.DTYPE_BF16:
-                    _decode_bf16(code, scale, vector, dim, digits)
-                elif dtype == C.DTYPE_FP16:
-                    _decode_fp16(code, scale, vector, dim, digits)
-                else:
-                    _decode_fp32(code, scale, vector, dim, digits)
-                vector += words[C.ROW_HEAD_STRIDE]
-                scale += 1
-                code += dim
+    dtype = words[C.ROW_DTYPE]
+    if dtype == C.DTYPE_BF16:
+        _decode_bf16(words, start, src, code)
+    elif dtype == C.DTYPE_FP16:
+        _decode_fp16(words, start, src, code)
+    else:
+        _decode_fp32(words, start, src, code)
     return stored
