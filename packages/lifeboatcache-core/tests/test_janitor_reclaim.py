@@ -402,6 +402,30 @@ def test_a_writer_with_entries_that_are_not_known_is_left(
     assert sorted(path.name for path in root.glob(f"*/{journal.name[:32]}*")) == before
 
 
+def test_what_lies_there_is_counted_by_codec(root: Path, namespace: Namespace) -> None:
+    leave(root, chain(0, 6), namespace, SIZE)
+    (journal,) = root.glob("*/*.journal")
+    data = journal.read_bytes()
+    writer = bytes.fromhex(journal.name[:32])
+    entries, _ = parse_entries(data[HEADER_BYTES:], writer, 0, namespace.digest)
+    entries = entries.copy()
+    entries["codec"][2:] = 3
+    entries["raw_length"][2:] *= 2
+    journal.write_bytes(data[:HEADER_BYTES] + seal_entries(entries, writer, 0, namespace.digest))
+    clock = Clock()
+    report = janitor(root, clock).run_once()
+    assert report.records == 6
+    assert report.by_codec == {
+        "raw": (2, 2 * SIZE, 2 * SIZE),
+        "fp8": (4, 8 * SIZE, 4 * SIZE),
+    }
+    report = run_until_quiet(janitor(root, clock, capacity=5 * SIZE), clock)[-1]
+    assert report.records < 6
+    assert sum(records for records, _, _ in report.by_codec.values()) == report.records
+    # The last blocks went first.
+    assert report.by_codec["raw"] == (2, 2 * SIZE, 2 * SIZE)
+
+
 def test_foreign_files_are_left(root: Path, namespace: Namespace) -> None:
     leave(root, chain(0, 4), namespace, SIZE)
     directory = next(path for path in root.iterdir() if path.is_dir())

@@ -158,6 +158,7 @@ def test_a_store_and_an_agent_over_http(
 def test_codecs_have_labels_of_their_own(home: Path, port: int, exporter: Exporter) -> None:
     labels = {"namespace": "0123456789ab", "engine": "vllm", "target": "nvme"}
     names = {"name": "0123456789ab", "model": "small"}
+    kept = {"fp8": (9, 200, 100), "codec 77": (1, 1, 1)}
     guard = [
         {"codec": "fp8", "samples": 9, "error": 0.02, "attention": 0.01, "ruled_out": ""},
         {"codec": "fp8", "samples": 9, "error": 0.03, "attention": 0.005, "ruled_out": "bad"},
@@ -184,7 +185,9 @@ def test_codecs_have_labels_of_their_own(home: Path, port: int, exporter: Export
         },
     )
     agent = Registration(
-        home, "agent", describe=lambda: agent_document([TargetFacts("nvme", "/kv", read=2e9)])
+        home,
+        "agent",
+        describe=lambda: agent_document([TargetFacts("nvme", "/kv", read=2e9, codecs=kept)]),
     )
     found = samples(port)
     assert total(found, "encoded_blocks_total", codec="fp8", **labels) == 3
@@ -197,6 +200,9 @@ def test_codecs_have_labels_of_their_own(home: Path, port: int, exporter: Export
     assert total(found, "codec_ruled_out", codec="fp8", **labels) == 1
     assert not [key for key in found if key[0].endswith("codec_error") and "fp8" not in str(key)]
     assert total(found, "target_read_bytes_per_second", target="nvme") == 2e9
+    assert total(found, "target_codec_blocks", target="nvme", codec="fp8") == 9
+    assert total(found, "target_codec_raw_bytes", target="nvme", codec="fp8") == 200
+    assert total(found, "target_codec_bytes", target="nvme") == 100
     for one in (entry, agent):
         one.close()
 

@@ -220,11 +220,16 @@ def coded(**changes: Any) -> dict[str, Any]:
 
 def test_codecs_are_shown(run: Run, publish: Publish) -> None:
     publish(coded(config={"problem": "", "restart": ["storage.tiers", "engine.io_workers"]}))
+    kept = {"fp8": (9000, 177 * GB, 90 * GB), "raw": (1, 1000, 1000)}
+    publish(agent(codecs=kept), "agent")
     code, text = run()
     assert code == 0, "a lossy codec that gives way to another is no fault"
     rows = [line.split() for line in text.splitlines()]
-    assert ["fp8", "3.0k", "7.0", "GB", "3.5", "GB", "2.00", "3.0", "GB", "2.1", "%"] in rows
-    assert ["raw", "0", "0", "B", "0", "B", "1.00", "1.0", "kB", "-"] in rows
+    lines = [" ".join(row) for row in rows]
+    assert "nvme fp8 9.0k 177.0 GB 90.0 GB 1.97" in lines
+    assert "nvme raw 1 1.0 kB 1.0 kB 1.00" in lines
+    assert "fp8 7.0 GB 3.5 GB 2.00 3.0 GB 1.5 GB 2.1 %" in lines
+    assert "raw 0 B 0 B 1.00 1.0 kB 1.0 kB -" in lines
     flat = " ".join(text.split())
     pid = os.getpid()
     assert f"pid {pid} stores KV as fp8: so it was configured so it" in flat
@@ -236,6 +241,7 @@ def test_codecs_are_shown(run: Run, publish: Publish) -> None:
     fp8 = found["totals"]["codecs"]["fp8"]
     assert fp8["ratio"] == 2.0
     assert fp8["decoded_bytes"] == 1.5 * GB
+    assert found["targets"][0]["codecs"]["fp8"]["blocks"] == 9000
     (engine,) = found["processes"]
     assert engine["codecs"]["mode"] == "ladder"
     assert engine["counts"]["codecs"]["raw"]["decoded_blocks"] == 1

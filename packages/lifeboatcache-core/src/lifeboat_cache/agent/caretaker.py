@@ -148,6 +148,7 @@ class Caretaker:
             blocks=report.records if report else None,
             problem=problem,
             read=self._read,
+            codecs=report.by_codec if report else {},
             counters=dict(self._totals),
         )
 

@@ -143,7 +143,7 @@ def _measured(target: FilesystemTarget) -> dict[str, Any] | None:
 
 def _text(document: Mapping[str, Any]) -> str:
     parts = [_verdict(document), _processes(document), _stores(document), _spaces(document)]
-    parts += [_codecs(document), _choices(document), _changes(document)]
+    parts += [_kept(document), _codecs(document), _choices(document), _changes(document)]
     parts += [_recovering(document), _sums(document["totals"])]
     return "\n\n".join(part for part in parts if part)
 
@@ -229,6 +229,32 @@ def _spaces(document: Mapping[str, Any]) -> str:
     return table(head, rows) if rows else ""
 
 
+def _kept(document: Mapping[str, Any]) -> str:
+    """What lies on each target, by codec."""
+    rows = []
+    for target in document["targets"]:
+        codecs = target.get("codecs")
+        for codec, sums in codecs.items() if isinstance(codecs, Mapping) else ():
+            if not isinstance(sums, Mapping):
+                continue
+            raw, kept = sums.get("raw_bytes"), sums.get("bytes")
+            ratio = "-"
+            if isinstance(raw, (int, float)) and isinstance(kept, (int, float)) and kept > 0:
+                ratio = f"{raw / kept:.2f}"
+            rows.append(
+                [
+                    _cut(target.get("name") or "-", 14),
+                    _cut(codec, 12),
+                    _number(sums.get("blocks")),
+                    _size(raw),
+                    _size(kept),
+                    ratio,
+                ]
+            )
+    head = ("target", "codec", "blocks", "KV", "kept as", "ratio")
+    return table(head, rows) if rows else ""
+
+
 def _codecs(document: Mapping[str, Any]) -> str:
     """What has gone through which codec, and how exact it was."""
     errors: dict[str, float] = {}
@@ -241,16 +267,16 @@ def _codecs(document: Mapping[str, Any]) -> str:
     rows = [
         [
             codec,
-            _number(sums["encoded_blocks"]),
             _size(sums["encoded_raw_bytes"]),
             _size(sums["encoded_bytes"]),
             f"{sums['ratio']:.2f}",
             _size(sums["decoded_raw_bytes"]),
+            _size(sums["decoded_bytes"]),
             f"{100 * errors[codec]:.2g} %" if codec in errors else "-",
         ]
         for codec, sums in document["totals"]["codecs"].items()
     ]
-    head = ("codec", "blocks", "KV", "stored as", "ratio", "KV loaded", "error")
+    head = ("codec", "KV stored", "as", "ratio", "KV loaded", "from", "error")
     return table(head, rows) if rows else ""
 
 

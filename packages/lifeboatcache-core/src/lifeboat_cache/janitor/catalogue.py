@@ -23,7 +23,7 @@ from lifeboat_cache.format.journal import KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.janitor.bitmaps import Bitmap
 from lifeboat_cache.janitor.journal_follower import JournalFollower
 from lifeboat_cache.janitor.report import JanitorReport
-from lifeboat_cache.janitor.rows import Rows
+from lifeboat_cache.janitor.rows import Census, Rows
 from lifeboat_cache.store.records import readable
 from lifeboat_cache.targets.files import GONE, close_file, is_gone, open_file, read_range
 from lifeboat_cache.targets.layout import SUMMARY_WRITER, parse_name, segment_name, writer_alive
@@ -164,9 +164,14 @@ class Catalogue:
                     if not segment.untouchable:
                         yield segment
 
-    def live_records(self) -> int:
-        """Live records that this release knows."""
-        return sum(int(segment.rows.live().sum()) for segment in self.segments())
+    def census(self) -> Census:
+        """Live records that this release knows, by codec; see :meth:`Rows.census`."""
+        out: Census = {}
+        for segment in self.segments():
+            for codec, (records, raw, stored) in segment.rows.census().items():
+                before = out.get(codec, (0, 0, 0))
+                out[codec] = (before[0] + records, before[1] + raw, before[2] + stored)
+        return out
 
     def known(self) -> dict[str, int]:
         """By writer: the highest segment that does not grow any more."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache.codecs.names import codec_name
 from lifeboat_cache.errors import FormatError, LifeboatError, NewerFormatError
 from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
@@ -826,7 +827,14 @@ class Janitor:
             report.writers += len(catalogue.writers)
             report.alive += sum(writer.alive for writer in catalogue.writers.values())
             report.skipped_writers += sum(bool(w.untouchable) for w in catalogue.writers.values())
-            report.records += catalogue.live_records()
+            for codec, sums in catalogue.census().items():
+                report.records += sums[0]
+                before = report.by_codec.get(codec_name(codec), (0, 0, 0))
+                report.by_codec[codec_name(codec)] = (
+                    before[0] + sums[0],
+                    before[1] + sums[1],
+                    before[2] + sums[2],
+                )
         report.by_namespace.update(self._strange)
         self._last = self._now, report.used_after
 

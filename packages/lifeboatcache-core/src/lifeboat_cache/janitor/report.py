@@ -29,6 +29,8 @@ class JanitorReport:
         What there is: namespaces, writers, living writers, live records.
     by_namespace
         Allocated per namespace directory.
+    by_codec
+        Live records by codec: how many, bytes of their payloads, bytes that are stored.
     evicted_blocks, evicted_bytes
         Marked dead to make room.
     buried_blocks
@@ -70,6 +72,7 @@ class JanitorReport:
     alive: int = 0
     records: int = 0
     by_namespace: dict[str, int] = field(default_factory=dict)
+    by_codec: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     evicted_blocks: int = 0
     evicted_bytes: int = 0
     buried_blocks: int = 0

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.targets.direct import ALIGNMENT
 
-__all__ = ["ROW", "Bools", "Rows", "padded"]
+__all__ = ["ROW", "Bools", "Census", "Rows", "padded"]
 
-#: 68 bytes a record. ``key`` holds the first 8 bytes; ``entry`` is the number of the
+#: 73 bytes a record. ``key`` holds the first 8 bytes; ``entry`` is the number of the
 #: journal entry; ``marked`` is the monotonic time when the dead bit was first seen,
 #: 0 = alive; ``done`` says that the space was given back.
 ROW = np.dtype(
@@ -24,13 +24,18 @@ ROW = np.dtype(
         ("marked", "<f8"),
         ("slot", "<u4"),
         ("stored", "<u4"),
+        ("raw", "<u4"),
         ("position", "<u4"),
         ("time", "<u4"),
         ("used", "<u4"),
         ("entry", "<u4"),
+        ("codec", "u1"),
         ("done", "?"),
     ]
 )
+
+#: By codec: records, bytes of their payloads, bytes that are stored.
+Census = dict[int, tuple[int, int, int]]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -44,9 +49,10 @@ def padded(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 class Rows:
     """A growing array of rows, with a way from slots to rows."""
 
-    __slots__ = ("_array", "_count", "_order")
+    __slots__ = ("_array", "_census", "_count", "_order")
 
     def __init__(self) -> None:
+        self._census: tuple[tuple[int, int], Census] = ((0, 0), {})
         self._array: npt.NDArray[Any] = np.zeros(0, dtype=ROW)
         self._count = 0
         self._order: npt.NDArray[np.int64] | None = None
@@ -85,6 +91,8 @@ class Rows:
             ("parent", "parent"),
             ("slot", "slot"),
             ("stored", "stored_length"),
+            ("raw", "raw_length"),
+            ("codec", "codec"),
             ("position", "position"),
             ("time", "time"),
             ("used", "time"),
@@ -109,6 +117,24 @@ class Rows:
         """Which rows are alive."""
         alive: Bools = self.array["marked"] == 0
         return alive
+
+    def census(self) -> Census:
+        """Live records by codec: their number, and bytes of their payloads raw and stored."""
+        live = self.live()
+        # Records are added and die, and nothing else.
+        state = (self._count, int(np.count_nonzero(live)))
+        if state != self._census[0]:
+            mine = self.array[live]
+            sums = [np.bincount(mine["codec"])]
+            sums += [np.bincount(mine["codec"], mine[name]) for name in ("raw", "stored")]
+            self._census = (
+                state,
+                {
+                    codec: (int(sums[0][codec]), int(sums[1][codec]), int(sums[2][codec]))
+                    for codec in np.flatnonzero(sums[0]).tolist()
+                },
+            )
+        return self._census[1]
 
     def live_bytes(self) -> int:
         """What the live records take in the segment."""

@@ -21,7 +21,8 @@ The agent's document::
     kind        "agent"
     state       what it does ("active", …), and ``reason``, what it cannot do and why
     targets     [{name, location, used_bytes, capacity_bytes, free_bytes, reserve_bytes,
-                  blocks, read_bytes_per_second, problem}, …]; what has not been measured is null
+                  blocks, read_bytes_per_second, problem, codecs: {codec: {blocks, raw_bytes,
+                  bytes}}}, …]; what has not been measured is null
     recent      {}
     counters    label ``target``
 
@@ -118,6 +119,8 @@ class TargetFacts:
         Why it cannot be looked after; empty if it can.
     read
         Bytes per second that it delivers; ``None`` = not measured.
+    codecs
+        Blocks by codec: how many, bytes of KV in them, bytes that are stored.
     counters
         What only grows: ``evicted_blocks``, ``evicted_bytes``, ``corrupt_blocks``,
         ``reclaimed_bytes``, ``removed_segments``, ``compacted_segments``,
@@ -133,6 +136,7 @@ class TargetFacts:
     blocks: int | None = None
     problem: str = ""
     read: float | None = None
+    codecs: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -157,6 +161,10 @@ def agent_document(
                 "reserve_bytes": target.reserve_bytes,
                 "blocks": target.blocks,
                 "read_bytes_per_second": target.read,
+                "codecs": {
+                    codec: {"blocks": sums[0], "raw_bytes": sums[1], "bytes": sums[2]}
+                    for codec, sums in target.codecs.items()
+                },
                 "problem": target.problem[:_TEXT],
             }
             for target in targets

@@ -25,6 +25,7 @@ __all__ = ["METRICS", "MetricInfo", "families"]
 _PREFIX = "lifeboat_node_"
 _STORE = ("namespace", "engine", "target")
 _TARGET = ("target",)
+_TARGET_CODEC = ("target", "codec")
 _OUTCOME = (*_STORE, "outcome")
 _CODEC = (*_STORE, "codec")
 
@@ -119,6 +120,9 @@ _GAUGES = (
     _gauge("target_free_bytes", _TARGET, "Bytes free on the target's file system."),
     _gauge("target_reserve_bytes", _TARGET, "Bytes that must stay free there."),
     _gauge("target_blocks", _TARGET, "Blocks stored on the target."),
+    _gauge("target_codec_blocks", _TARGET_CODEC, "Blocks stored on the target, by codec."),
+    _gauge("target_codec_raw_bytes", _TARGET_CODEC, "Bytes of KV in them."),
+    _gauge("target_codec_bytes", _TARGET_CODEC, "Bytes that are stored for them."),
     _gauge("target_read_bytes_per_second", _TARGET, "What the target delivers, measured."),
     _gauge("target_usable", _TARGET, "1 if the agent can look after the target, 0 otherwise."),
     _gauge("namespace_info", ("namespace", "engine", "model"), "1 for each namespace in use."),
@@ -229,6 +233,10 @@ def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, 
             "read_bytes_per_second",
         ):
             put(f"target_{name}", labels, target.get(name))
+        for codec, sums in _dict(target.get("codecs")).items():
+            if codec in _SPLITS["codec"]:
+                for name in ("blocks", "raw_bytes", "bytes"):
+                    put(f"target_codec_{name}", (*labels, codec), _dict(sums).get(name))
         put("target_usable", labels, int(not target.get("problem")))
     return dict(tally)
 
