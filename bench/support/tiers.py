@@ -63,16 +63,19 @@ def bench_directory(name: str, medium: str, root: Path | None = None) -> Iterato
                 usual.rmdir()
 
 
-def our_config(directory: Path) -> Path:
+def our_config(directory: Path, codec: str | None = None) -> Path:
     """Write a configuration whose store is in ``directory``, and return its path.
 
-    No agent is started: the benchmark's process is alone, as its peer's is.
+    No agent is started: the benchmark's process is alone, as its peer's is. With a codec, the
+    tier follows the ladder, which is this codec.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "lifeboat.yaml"
     path.write_text(
         f"storage: {{fallback_local: {{path: {directory / 'kv'}, min_free_gb: 1}}}}\n"
         "agent: {autostart: false}\n"
+        + (f"compression: {{ladder: {{local: {codec}}}}}\n" if codec else "")
+        + ("engine: {native_codec: ladder}\n" if codec else "")
     )
     path.chmod(0o600)
     return path
@@ -83,12 +86,14 @@ def io_depth(directory: Path) -> int:
     return load_config(our_config(directory)).config.engine.io_workers
 
 
-def our_tier(directory: Path, rows: int, row_bytes: int, main: Rests) -> DrivenTier:
-    """Our tier, with a store of its own."""
+def our_tier(
+    directory: Path, rows: int, row_bytes: int, main: Rests, codec: str | None = None
+) -> DrivenTier:
+    """Our tier, with a store of its own; see :func:`our_config`."""
     tier = {
         "type": "LifeboatTier",
         "module_path": "lifeboat_cache.integrations.vllm_tier",
-        "config": str(our_config(directory)),
+        "config": str(our_config(directory, codec)),
     }
     driven = DrivenTier(tier, directory, rows=rows, row_bytes=row_bytes, main=main)
     store = driven.engine.tier.store

@@ -1,0 +1,301 @@
+"""Stores and loads through SGLang's backend interface, without a model.
+
+    python3 tools/dev.py bench sglang_backend
+
+Ours beside HiCacheFile, SGLang's own file backend, by the functions with which its cache
+controller calls them (128 pages a call), on its real host pools: pages of 64 tokens (8 MiB)
+and of one token (128 KiB). Beside the medium itself (large reads and writes of the same
+bytes by several threads, in a process of their own), the page cache and a copy in memory.
+Of each codec: how fast pages are set, got cold and got hot, in bytes of KV, and what they
+take on disk.
+
+With 512 MiB it needs about 4 GB of memory and 10 GB of the medium: .dev/bench unless
+--root names another place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tiny_llama
+from devkit.places import dev_home
+from raw_process import RawProcess
+from sglang_rig import BACKEND, Case, Rig, prepare
+
+from lifeboat_cache.bench import (
+    LEAST_PAIRS,
+    Report,
+    compare,
+    forget_pages,
+    machine_use,
+    ready_kernels,
+    rotated,
+    without_kernels,
+)
+from lifeboat_cache.integrations import sglang_identity
+
+_PEER = "HiCacheFile"
+_MEDIUM, _CACHED, _MEMORY = "the medium", "preadv from the page cache", "memcpy"
+
+#: Tokens of a page, by the name of its size: of 32 layers with 8 KV heads of 128 in bf16.
+_SIZES = {"8MiB": 64, "128KiB": 1}
+_TOKEN_BYTES = 128 << 10
+
+#: SGLang hands over so many pages at a time.
+_BATCH = 128
+
+#: Threads of the raw limit, as ours has.
+_DEPTH = 8
+
+
+def say(text: str) -> None:
+    """Tell whoever runs the benchmark what is going on."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+class _Party:
+    """A backend in SGLang's controller, with a pool full of KV."""
+
+    def __init__(self, case: Case, place: Path, codec: str | None) -> None:
+        import torch
+
+        self.codec = codec
+        self.place = place
+        place.mkdir(parents=True)
+        if codec is None:
+            self.rig = Rig(case, backend={"file_storage_path": str(place)}, storage_backend="file")
+        else:
+            config = place / "lifeboat.yaml"
+            config.write_text(
+                f"storage: {{fallback_local: {{path: {place / 'kv'}, min_free_gb: 1}}}}\n"
+                f"compression: {{ladder: {{local: {codec}}}}}\n"
+                "agent: {autostart: false}\n"
+            )
+            config.chmod(0o600)
+            self.rig = Rig(case, backend={**BACKEND, "config": str(config)})
+        self.rig.ready()
+        self.indices = self.rig.kv.alloc(case.pages * case.tokens)
+        pool = self.rig.kv.kv_buffer
+        pool.view(-1).normal_() if pool.dtype == torch.float32 else pool.copy_(
+            torch.randn(1 << 20)
+            .to(pool.dtype)
+            .repeat(-(-pool.numel() // (1 << 20)))[: pool.numel()]
+            .view(pool.shape)
+        )
+
+    def hashes(self, turn: int) -> list[str]:
+        return [f"{turn:032x}{page:032x}" for page in range(self.rig.case.pages)]
+
+    def _batches(self, turn: int) -> Iterator[tuple[list[str], Any]]:
+        hashes, tokens = self.hashes(turn), self.rig.case.tokens
+        for first in range(0, len(hashes), _BATCH):
+            part = hashes[first : first + _BATCH]
+            yield part, self.indices[first * tokens : (first + len(part)) * tokens]
+
+    def set(self, turn: int) -> float:
+        """Seconds to store all pages."""
+        begin = time.perf_counter()
+        for hashes, indices in self._batches(turn):
+            assert self.rig.controller.page_set_func(hashes, indices)
+        return time.perf_counter() - begin
+
+    def get(self, turn: int, *, cold: bool) -> float:
+        """Seconds to load all pages."""
+        if cold:
+            forget_pages(self.place)
+        operation = _Operation()
+        begin = time.perf_counter()
+        for hashes, indices in self._batches(turn):
+            got = self.rig.controller.page_get_func(operation, hashes, indices)
+            assert got == len(hashes)
+        return time.perf_counter() - begin
+
+    def exists(self, turn: int) -> float:
+        """Seconds to look all pages up."""
+        hashes = self.hashes(turn)
+        begin = time.perf_counter()
+        assert self.rig.backend.batch_exists(hashes) == len(hashes)
+        return time.perf_counter() - begin
+
+    def stored(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_blocks * 512 for path in self.place.rglob("*") if path.is_file())
+
+    def empty(self) -> None:
+        """Give the medium its space back."""
+        if self.codec is None:
+            self.rig.backend.clear()
+            return
+        # What is deleted is reclaimed by an agent, and none runs here.
+        self.rig.backend.clear()
+        self.rig.close()
+        shutil.rmtree(self.place / "kv", ignore_errors=True)
+        config = {**BACKEND, "config": str(self.place / "lifeboat.yaml")}
+        self.rig = Rig(self.rig.case, backend=config, pools_of=self.rig)
+        self.rig.ready()
+
+    def close(self) -> None:
+        self.rig.close()
+
+
+class _Operation:
+    """What SGLang's functions look at of a prefetch operation."""
+
+    request_id = "bench"
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+@contextmanager
+def _parties(case: Case, place: Path, codecs: Sequence[str]) -> Iterator[dict[str, _Party]]:
+    found: dict[str, _Party] = {}
+    try:
+        for codec in codecs:
+            found[codec] = _Party(case, place / f"ours-{codec}", codec)
+        found[_PEER] = _Party(case, place / "file", None)
+        yield found
+    finally:
+        for party in found.values():
+            party.close()
+
+
+def measure(
+    report: Report,
+    root: Path,
+    name: str,
+    *,
+    layout: str,
+    codecs: Sequence[str],
+    total: int,
+    rounds: int,
+) -> None:
+    """Measure one size of a page and report it."""
+    tokens = _SIZES[name]
+    page = tokens * _TOKEN_BYTES
+    case = Case(
+        layout=layout, tokens=tokens, pages=max(2, total // page), layers=32, heads=8, dim=128
+    )
+    moved = case.pages * page
+    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    place = Path(tempfile.mkdtemp(prefix="sglang_backend-", dir=root))
+    try:
+        with (
+            _parties(case, place, codecs) as parties,
+            RawProcess(place / "raw", size=moved, block=min(page, 1 << 20), depth=_DEPTH) as raw,
+        ):
+            for turn in range(-1, rounds):  # the first round is thrown away
+                if turn == 0:
+                    samples.clear()
+                for who in rotated([*parties, _MEDIUM], turn):
+                    found = samples[who]
+                    if who == _MEDIUM:
+                        for what, operation, limit in (
+                            ("set", "write", _MEDIUM),
+                            ("get cold", "read", _MEDIUM),
+                            ("get hot", "read_cached", _CACHED),
+                            ("get hot", "copy", _MEMORY),
+                        ):
+                            seconds = raw.run(operation, lambda: time.sleep(0.001))
+                            samples[limit][what].append(moved / seconds / 1e9)
+                        continue
+                    party = parties[who]
+                    found["set"].append(moved / party.set(turn) / 1e9)
+                    found["stored"].append(float(party.stored()))
+                    found["get cold"].append(moved / party.get(turn, cold=True) / 1e9)
+                    found["get hot"].append(moved / party.get(turn, cold=False) / 1e9)
+                    found["exists, per page"].append(party.exists(turn) / case.pages * 1e6)
+                    party.empty()
+            direct = ", O_DIRECT" if raw.direct else ", buffered"
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    names = {_MEDIUM: f"pread and pwrite{direct}"}
+    for codec in codecs:
+        label = f"{name} pages, {layout}, {codec}{without_kernels()}"
+        for metric, unit in (
+            ("set", "GB/s"),
+            ("get cold", "GB/s"),
+            ("get hot", "GB/s"),
+            ("exists, per page", "us"),
+            ("stored", "bytes"),
+        ):
+            limits: list[str | None] = [
+                who for who in (_MEDIUM, _CACHED, _MEMORY) if metric in samples[who]
+            ]
+            for limit in limits or [None]:
+                report.add(
+                    compare(
+                        "sglang_backend",
+                        label,
+                        metric,
+                        unit,
+                        samples[codec][metric],
+                        peer=(_PEER, samples[_PEER][metric]),
+                        limit=None
+                        if limit is None
+                        else (names.get(limit, limit), samples[limit][metric]),
+                    )
+                )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="dev.py bench sglang_backend",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sizes", nargs="+", choices=_SIZES, default=list(_SIZES))
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=("page_first", "page_first_direct", "layer_first"),
+        default=["page_first"],
+    )
+    parser.add_argument("--codecs", nargs="+", default=["raw", "fp8"], help="of our store")
+    parser.add_argument("--mib", type=int, default=512, help="bytes moved per operation, in MiB")
+    parser.add_argument("--root", type=Path, help="where to put the files")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not compile kernels that are not there"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < LEAST_PAIRS:
+        parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
+    ready_kernels(say, compiling=not arguments.no_compile)
+    root = arguments.root or dev_home() / "bench"
+    root.mkdir(parents=True, exist_ok=True)
+    report = Report(arguments.json)
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        model = Path(directory, "tiny")
+        tiny_llama.write(model)
+        # The model is made by this very process, which in a server would be refused.
+        sglang_identity.process_start_time = time.time
+        prepare(model)
+        machine_use("before")
+        for name in arguments.sizes:
+            for layout in arguments.layouts:
+                measure(
+                    report,
+                    root,
+                    name,
+                    layout=layout,
+                    codecs=arguments.codecs,
+                    total=arguments.mib << 20,
+                    rounds=arguments.rounds,
+                )
+        machine_use("after")
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
