@@ -138,6 +138,8 @@ class Rig:
         Extra configuration of the backend; ours by default.
     storage_backend
         SGLang's name of the backend.
+    pools_of
+        A closed rig whose pools are used again.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Rig:
         *,
         backend: Mapping[str, Any] = BACKEND,
         storage_backend: str = "dynamic",
+        pools_of: Rig | None = None,
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -158,8 +161,11 @@ class Rig:
         from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 
         self.case = case
-        self.kv = _kv_pool(case)
-        self.mamba = _mamba_pool(case) if case.mamba else None
+        if pools_of is not None:
+            self.kv, self.mamba = pools_of.kv, pools_of.mamba
+        else:
+            self.kv = _kv_pool(case)
+            self.mamba = _mamba_pool(case) if case.mamba else None
         base = MLATokenToKVPool if case.kind == "mla" else object
 
         class Device(base):  # type: ignore[misc, valid-type]
