@@ -16,10 +16,16 @@ import pytest
 import sglang
 import tiny_llama
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from lifeboat_cache.integrations import sglang_activation, sglang_plugin, sglang_standdown
+from lifeboat_cache.integrations import (
+    sglang_activation,
+    sglang_memory,
+    sglang_plugin,
+    sglang_standdown,
+)
 from lifeboat_cache.integrations.sglang_activation import BACKEND_MODULE, DECISION
 from lifeboat_cache.integrations.sglang_memory import HostPool, size_host_pool
 from lifeboat_cache.integrations.sglang_settings import SettingsError, read_settings
@@ -229,7 +235,24 @@ def test_the_pool_is_for_every_rank_of_the_host(
 
     monkeypatch.setattr(sglang_activation, "size_host_pool", size)
     launch(tp_size=2)
-    assert seen == [2]
+    launch(tp_size=4, dp_size=2, enable_dp_attention=True)
+    launch(tp_size=2, dp_size=2)
+    assert seen == [2, 4, 4]
+
+
+def test_sglang_has_the_default_that_is_taken_for_no_choice() -> None:
+    launch = ServerArgs(model_path="m")
+    assert launch.hicache_host_memory_fraction == sglang_activation._DEFAULT_FRACTION
+    assert launch.hicache_write_policy == "write_through"
+    assert launch.page_size is None
+    assert launch.hicache_size == 0
+    assert launch.hicache_ratio is None
+
+
+def test_sglang_keeps_the_reserve_that_the_doctor_counts_with() -> None:
+    source = Path(str(base.__file__)).read_text()
+    assert "HICACHE_HOST_MEMORY_RESERVE_BYTES: int = 10 * (1024**3)" in source
+    assert sglang_memory.RESERVE_BYTES == 10 << 30
 
 
 # --- standing down ---------------------------------------------------------------------------
@@ -581,7 +604,7 @@ def test_a_failure_without_the_cache_is_a_failure(scheduler: Any) -> None:
 
 def test_the_staging_buffer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache import kv_cache_builder
-    from sglang.srt.mem_cache.pool_host import base, mha
+    from sglang.srt.mem_cache.pool_host import mha
 
     from lifeboat_cache.integrations.sglang_staging import bound
 

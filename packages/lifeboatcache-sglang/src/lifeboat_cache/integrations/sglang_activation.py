@@ -47,6 +47,9 @@ DECISION = "_lifeboat_cache_decision"
 #: the hierarchical cache.
 _STEP = "handle_hicache_ratio_default"
 
+#: ``--hicache-host-memory-fraction`` where the launch does not give one.
+_DEFAULT_FRACTION = 0.8
+
 _SOURCE = "lifeboat_cache"
 _MARK = "_lifeboat_activation"
 _log = logging.getLogger("lifeboat_cache")
@@ -263,7 +266,10 @@ def _size_pool(server_args: Any, settings: Settings, fields: dict[str, Any]) -> 
     """Decide on the host pool, into ``fields``; return what to say about it."""
     if server_args.hicache_size > 0 or server_args.hicache_ratio is not None:
         return "host pool as the launch sizes it"
-    if server_args.enable_hierarchical_cache or server_args.hicache_host_memory_fraction != 0.8:
+    if (
+        server_args.enable_hierarchical_cache
+        or server_args.hicache_host_memory_fraction != _DEFAULT_FRACTION
+    ):
         return "host pool as SGLang sizes it"
     ranks = _ranks(server_args)
     pool = size_host_pool(
@@ -284,7 +290,9 @@ def _size_pool(server_args: Any, settings: Settings, fields: dict[str, Any]) -> 
 
 def _ranks(server_args: Any) -> int:
     """Return how many ranks the launch starts on this host."""
-    return int(server_args.tp_size) * int(server_args.pp_size) * int(server_args.dp_size)
+    # Attention data parallelism divides the tensor parallel ranks and adds none.
+    replicas = 1 if server_args.enable_dp_attention else int(server_args.dp_size)
+    return int(server_args.tp_size) * int(server_args.pp_size) * replicas
 
 
 def _reserve() -> int:
