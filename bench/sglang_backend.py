@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiny_llama
 from devkit.places import dev_home
@@ -231,7 +232,7 @@ def measure(
             limits: list[str | None] = [
                 who for who in (_MEDIUM, _CACHED, _MEMORY) if metric in samples[who]
             ]
-            for limit in limits or [None]:
+            for beside in limits or [None]:
                 report.add(
                     compare(
                         "sglang_backend",
@@ -241,8 +242,8 @@ def measure(
                         samples[codec][metric],
                         peer=(_PEER, samples[_PEER][metric]),
                         limit=None
-                        if limit is None
-                        else (names.get(limit, limit), samples[limit][metric]),
+                        if beside is None
+                        else (names.get(beside, beside), samples[beside][metric]),
                     )
                 )
 
@@ -279,22 +280,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = Path(directory, "tiny")
         tiny_llama.write(model)
         # The model is made by this very process, which in a server would be refused.
-        sglang_identity.process_start_time = time.time
-        prepare(model)
-        machine_use("before")
-        for name in arguments.sizes:
-            for layout in arguments.layouts:
-                measure(
-                    report,
-                    root,
-                    name,
-                    layout=layout,
-                    codecs=arguments.codecs,
-                    total=arguments.mib << 20,
-                    rounds=arguments.rounds,
-                )
-        machine_use("after")
+        with mock.patch.object(sglang_identity, "process_start_time", time.time):
+            _measure_all(arguments, report, root, model)
     report.close()
+
+
+def _measure_all(arguments: argparse.Namespace, report: Report, root: Path, model: Path) -> None:
+    prepare(model)
+    machine_use("before")
+    for name in arguments.sizes:
+        for layout in arguments.layouts:
+            measure(
+                report,
+                root,
+                name,
+                layout=layout,
+                codecs=arguments.codecs,
+                total=arguments.mib << 20,
+                rounds=arguments.rounds,
+            )
+    machine_use("after")
 
 
 if __name__ == "__main__":

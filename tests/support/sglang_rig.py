@@ -161,11 +161,10 @@ class Rig:
         from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 
         self.case = case
-        if pools_of is not None:
-            self.kv, self.mamba = pools_of.kv, pools_of.mamba
-        else:
-            self.kv = _kv_pool(case)
-            self.mamba = _mamba_pool(case) if case.mamba else None
+        self.kv: Any = _kv_pool(case) if pools_of is None else pools_of.kv
+        self.mamba: Any = None
+        if case.mamba:
+            self.mamba = _mamba_pool(case) if pools_of is None else pools_of.mamba
         base = MLATokenToKVPool if case.kind == "mla" else object
 
         class Device(base):  # type: ignore[misc, valid-type]
