@@ -76,7 +76,7 @@ def test_a_broken_file_leaves_everything_as_it_was_and_is_said_once(
         live.look()
     assert live.config.compression.ladder.local == "lbq4"
     assert "there is no codec 'lbq9'; did you mean 'lbq" in live.problem
-    assert "the values from before stay in effect" in live.problem
+    assert "Until then the values from before stay in effect." in live.problem
     assert len(caplog.records) == 1
     write(file, "compression: {ladder: {local: lossless}}\n")
     assert live.look()

@@ -184,6 +184,41 @@ def test_what_ended_processes_counted_is_in_the_totals(run: Run, publish: Publis
     assert len(found["processes"]) == 1
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_broken_configuration_hides_nothing(
+    run: Run, publish: Publish, home: Path, heard: bool
+) -> None:
+    file = home / "lifeboat.yaml"
+    home.mkdir(exist_ok=True)
+    file.write_text("engine: {io_workers: many}\n")
+    wrong = f"{file}:1: engine.io_workers: 'many' is not allowed."
+    said = f"the configuration cannot be used: {wrong} Allowed: a whole number from 1 to 64."
+    said += " Write for example io_workers: 8."
+    # An engine that has noticed says so itself.
+    problem = f"{said} Until then the values from before stay in effect."
+    publish(store(config={"problem": problem if heard else ""}))
+    publish(agent(), "agent")
+    code, text = run("--json")
+    assert code == 1
+    found = json.loads(text)
+    assert len(found["processes"]) == 1
+    assert len(found["targets"]) == 1
+    (shown,) = found["problems"]
+    assert wrong in shown
+    assert shown.startswith("vllm (pid") == heard
+    code, text = run()
+    assert code == 1
+    assert "ready" in text
+
+
+def test_a_home_that_cannot_be_known_is_2(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", "$NOT_SET_ANYWHERE/x")
+    assert main(["status"]) == 2
+    assert "is not set" in capsys.readouterr().err
+
+
 CODED = {
     "encoded_blocks:fp8": 3000,
     "encoded_raw_bytes:fp8": 7 * GB,
@@ -502,10 +537,6 @@ def test_what_cannot_be_read_is_2(home: Path, run: Run, capsys: pytest.CaptureFi
     assert f"{home} cannot be read (Not a directory): " in capsys.readouterr().err
     assert main(["agent"]) == 2
     assert "LIFEBOAT_CACHE_HOME to a directory" in capsys.readouterr().err
-    home.unlink()
-    home.mkdir()
-    (home / "lifeboat.yaml").write_text("nonsense: 1\n")
-    assert run()[0] == 2
 
 
 def test_a_stopped_process_that_holds_the_totals_is_2(

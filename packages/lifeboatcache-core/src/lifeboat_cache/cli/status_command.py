@@ -15,8 +15,9 @@ from typing import Any
 from lifeboat_cache.agent import AgentState, agent_status
 from lifeboat_cache.cli.output import RefusedError, clean, table
 from lifeboat_cache.config import Config, load_config
-from lifeboat_cache.config.paths import ENV_HOME
+from lifeboat_cache.config.paths import ENV_HOME, Places
 from lifeboat_cache.config.units import format_duration, format_size
+from lifeboat_cache.errors import ConfigError
 from lifeboat_cache.registry.health import agent_of
 from lifeboat_cache.registry.overview import AgentFacts, overview
 from lifeboat_cache.registry.totals import Snapshot, snapshot
@@ -40,13 +41,13 @@ def status(args: argparse.Namespace) -> int:
     """Show what processes do."""
     if args.watch is not None and not 0.1 <= args.watch <= 3600:
         raise RefusedError("--watch: take between 0.1 and 3600 seconds.")
-    loaded = load_config(args.config)
     while True:
+        home, config, problem = _configured(args.config)
         try:
-            document = _document(loaded.home, loaded.config)
+            document = _document(home, config, problem)
         except OSError as error:
             raise RefusedError(
-                f"{loaded.home} cannot be read ({error.strerror}): run this as the engines' user, "
+                f"{home} cannot be read ({error.strerror}): run this as the engines' user, "
                 f"or set {ENV_HOME} to their home directory"
             ) from error
         if args.watch is None:
@@ -60,25 +61,41 @@ def status(args: argparse.Namespace) -> int:
         time.sleep(args.watch)
 
 
-def _document(home: Path, config: Config) -> dict[str, Any]:
+def _configured(named: Path | None) -> tuple[Path, Config | None, str]:
+    """The home directory, the configuration, and why that cannot be used.
+
+    A file that was broken while engines run hides nothing of what they do.
+    """
+    try:
+        loaded = load_config(named)
+    except ConfigError as error:
+        try:
+            return Places.current().home, None, str(error)
+        except (ValueError, OSError):
+            raise error from None
+    return loaded.home, loaded.config, ""
+
+
+def _document(home: Path, config: Config | None, problem: str) -> dict[str, Any]:
     found = snapshot(home, wait_s=_FOLD_S)
     if found is None:
         raise RefusedError(
             f"{home / 'run' / 'totals.lock'} is held by a process that does not go on: "
             "end that process"
         )
-    return overview(home, found, _targets(found, config), _agent(home, config))
+    return overview(home, found, _targets(found, config), _agent(home, config), problem)
 
 
-def _agent(home: Path, config: Config) -> AgentFacts:
+def _agent(home: Path, config: Config | None) -> AgentFacts:
     found = agent_status(home)
     reason = "" if found.state is AgentState.RUNNING else found.reason
     # Being started: it will be there in a moment.
     starting = found.state is AgentState.STARTING
-    return AgentFacts(expected=config.agent.autostart and not starting, reason=reason)
+    autostart = config is None or config.agent.autostart
+    return AgentFacts(expected=autostart and not starting, reason=reason)
 
 
-def _targets(found: Snapshot, config: Config) -> list[Mapping[str, Any]]:
+def _targets(found: Snapshot, config: Config | None) -> list[Mapping[str, Any]]:
     """The agent's view; what it does not say is measured here."""
     agent = agent_of(found.entries)
     facts = agent.document.get("targets") if agent is not None else None
@@ -87,7 +104,8 @@ def _targets(found: Snapshot, config: Config) -> list[Mapping[str, Any]]:
     )
     if known:
         return [_completed(item) for item in known]
-    measured = (_measured(FilesystemTarget.from_tier(tier)) for tier in config.storage.places)
+    places = () if config is None else config.storage.places
+    measured = (_measured(FilesystemTarget.from_tier(tier)) for tier in places)
     return [item for item in measured if item is not None]
 
 

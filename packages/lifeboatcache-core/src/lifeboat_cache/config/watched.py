@@ -67,7 +67,7 @@ class WatchedConfig:
             self._stamp = stamp
             problem = f"the configuration cannot be used: {error}"
             if self.config is not None:
-                problem += " (until then the values from before stay in effect)"
+                problem += " Until then the values from before stay in effect."
             if problem != self.problem:
                 _log.warning("%s%s", self._speaker, problem)
             self.problem = problem

@@ -58,7 +58,11 @@ class AgentFacts:
 
 
 def overview(
-    home: Path, found: Snapshot, targets: Sequence[Mapping[str, Any]], agent: AgentFacts
+    home: Path,
+    found: Snapshot,
+    targets: Sequence[Mapping[str, Any]],
+    agent: AgentFacts,
+    config_problem: str = "",
 ) -> dict[str, Any]:
     """Return the document.
 
@@ -72,12 +76,17 @@ def overview(
         Targets as in an agent's document; those of the living agent by default.
     agent
         What else is known of the agent.
+    config_problem
+        Why the configuration that was found here cannot be used.
     """
     now = time.time()
     living = [entry for entry in found.entries if entry.alive]
     wrong = problems(
         living, targets, now=now, agent_expected=agent.expected, agent_reason=agent.reason
     )
+    # Whoever runs with it has said so already.
+    if config_problem and not any(config_problem in text for text in wrong):
+        wrong.insert(0, f"the configuration cannot be used: {config_problem}")
     return {
         "healthy": not wrong,
         "problems": wrong,
