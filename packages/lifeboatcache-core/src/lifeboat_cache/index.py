@@ -26,6 +26,10 @@ _PLAIN_SLICE = 64
 _SCAN = 1 << 14
 _PLAIN_SCAN = 1 << 10
 
+#: So few keys are looked up, or entries taken in, without letting go of the interpreter:
+#: to win it back takes longer.
+_BRIEF = 512
+
 #: A table is replaced when this share of its cells is not empty …
 _FULL = 0.8
 #: … by one that is as large if at most this share is in use.
@@ -117,8 +121,9 @@ class Index:
         words = words_of(keys)
         found: Words = np.empty(words.shape[0] // 4, dtype=np.int64)
         run = loops()
+        find = run.find_brief if found.shape[0] <= _BRIEF else run.find
         with self._gate:
-            run.find(words, self._table, self._old, self._rows.words, found)
+            find(words, self._table, self._old, self._rows.words, found)
         return found
 
     def contains(self, keys: Keys) -> list[bool]:
@@ -131,8 +136,9 @@ class Index:
         found: Words = np.empty(words.shape[0] // 4, dtype=np.int64)
         copies: Words = np.zeros(16 * found.shape[0], dtype=np.int64)
         run = loops()
+        gather = run.gather_brief if found.shape[0] <= _BRIEF else run.gather
         with self._gate:
-            run.gather(words, self._table, self._old, self._rows.words, found, copies)
+            gather(words, self._table, self._old, self._rows.words, found, copies)
         return found, copies.view(ENTRY)
 
     def gather(self, keys: Keys) -> Gathered:
@@ -202,15 +208,16 @@ class Index:
         while first < entries.shape[0]:
             run = loops()
             step = _slice(run)
+            take = run.insert_brief if entries.shape[0] <= _BRIEF else run.insert
             # A copy: contiguous, aligned and writable, as loops want it.
             part = np.array(entries[first : first + step], dtype=ENTRY, order="C")
             with self._inserting:
-                added += self._insert(run, writer, part)
+                added += self._insert(run, take, writer, part)
             first += step
             self._gate.give_way()
         return added
 
-    def _insert(self, run: Any, writer: bytes, part: Entries) -> int:
+    def _insert(self, run: Any, take: Any, writer: bytes, part: Entries) -> int:
         count = part.shape[0]
         number = self._number(writer)
         owners: Words = np.zeros(count, dtype=np.int64)
@@ -222,7 +229,7 @@ class Index:
         with self._gate:
             before = len(self)
             self._room(run, count)
-            run.insert(
+            take(
                 part.view(np.int64),
                 part.view(np.uint32),
                 number,

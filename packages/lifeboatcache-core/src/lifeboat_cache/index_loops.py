@@ -27,10 +27,10 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 class PlainLoops:
     """What :mod:`lifeboat_cache.kernels.index` offers, not compiled."""
 
-    find = staticmethod(_plain(probe.find))
-    gather = staticmethod(_plain(probe.gather))
+    find = find_brief = staticmethod(_plain(probe.find))
+    gather = gather_brief = staticmethod(_plain(probe.gather))
     touch = staticmethod(_plain(probe.touch))
-    insert = staticmethod(_plain(probe.insert))
+    insert = insert_brief = staticmethod(_plain(probe.insert))
     migrate = staticmethod(_plain(probe.migrate))
     drop = staticmethod(_plain(probe.drop))
     raise_used = staticmethod(_plain(probe.raise_used))

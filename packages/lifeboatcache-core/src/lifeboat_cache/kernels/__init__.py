@@ -29,7 +29,15 @@ __all__ = ["MODULES", "compile_all", "load", "ready", "reason"]
 
 #: Modules of this package that define kernels, in the order in which they are compiled: a
 #: kernel may call kernels of its own module and of those before it.
-MODULES: tuple[str, ...] = ("blake3_short", "xxh3", "index", "coders", "io")
+MODULES: tuple[str, ...] = (
+    "blake3_short",
+    "xxh3",
+    "index",
+    "journal",
+    "collect",
+    "coders",
+    "io",
+)
 
 _NOT_ASKED = "no kernels were asked for yet"
 

@@ -6,14 +6,17 @@ from types import FunctionType
 from typing import Any
 
 from lifeboat_cache.kernels import index_probe
-from lifeboat_cache.kernels.jit import inline, kernel
+from lifeboat_cache.kernels.jit import brief, inline, kernel
 
 __all__ = [
     "bury_all",
     "drop",
     "find",
+    "find_brief",
     "gather",
+    "gather_brief",
     "insert",
+    "insert_brief",
     "migrate",
     "raise_used",
     "select",
@@ -28,9 +31,11 @@ _N = "int64"
 _names: dict[str, Any] = dict(vars(index_probe))
 
 
-def _bound(function: Any) -> FunctionType:
+def _bound(function: Any, name: str = "") -> FunctionType:
     """The function with compiled ones in the place of those it calls."""
-    return FunctionType(function.__code__, _names, function.__name__)
+    bound = FunctionType(function.__code__, _names, name or function.__name__)
+    bound.__qualname__ = bound.__name__
+    return bound
 
 
 # Each before those that call it.
@@ -42,12 +47,21 @@ def _declared(function: Any, *arguments: str, returns: str = "void") -> Any:
     return kernel(f"{returns}({', '.join(arguments)})")(_bound(function))
 
 
+def _both(function: Any, *arguments: str) -> tuple[Any, Any]:
+    """A loop that lets go of the GIL, and one for few keys that keeps it."""
+    keeping = brief(f"void({', '.join(arguments)})")
+    return (
+        _declared(function, *arguments),
+        keeping(_bound(function, f"{function.__name__}_brief")),
+    )
+
+
 _TABLES = (_WORDS, _WORDS)
 
-find = _declared(index_probe.find, _WORDS, *_TABLES, _WORDS, _WORDS)
-gather = _declared(index_probe.gather, _WORDS, *_TABLES, _WORDS, _WORDS, _WORDS)
+find, find_brief = _both(index_probe.find, _WORDS, *_TABLES, _WORDS, _WORDS)
+gather, gather_brief = _both(index_probe.gather, _WORDS, *_TABLES, _WORDS, _WORDS, _WORDS)
 touch = _declared(index_probe.touch, _WORDS, _N, *_TABLES, _WORDS, _SMALL, _SMALL, returns=_N)
-insert = _declared(
+insert, insert_brief = _both(
     index_probe.insert,
     *(_WORDS, _SMALL, _N, _WORDS),
     *_TABLES,

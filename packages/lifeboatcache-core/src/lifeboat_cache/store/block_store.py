@@ -32,7 +32,7 @@ from lifeboat_cache.store.coding import Codings
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
 from lifeboat_cache.store.household import Alone, Companion
-from lifeboat_cache.store.io_task import IoTask
+from lifeboat_cache.store.io_task import IoTask, new_progress
 from lifeboat_cache.store.load_plan import LoadPlan, Places, same_shape
 from lifeboat_cache.store.records import (
     MOST_BYTES,
@@ -531,7 +531,7 @@ class BlockStore:
             self._complete(job, reserved)
 
     def _complete(self, job: Job, reserved: int) -> None:
-        self._counters.job(job.kind, job.outcomes.tolist(), job.bytes_moved, job.seconds)
+        self._counters.job(job.kind, job.outcomes, job.bytes_moved, job.seconds)
         if job.kind == "store":
             self._say_full(job)
         interrupted: BaseException | None = None
@@ -558,6 +558,7 @@ class BlockStore:
         batch = job.batch
         plan = self._plan_store if job.kind == "store" else partial(self._plan_load, {})
         part_bytes = self._executor.part_bytes(size)
+        progress = new_progress()
         try:
             for first in range(0, len(batch), _WINDOW):
                 last = min(first + _WINDOW, len(batch))
@@ -569,11 +570,14 @@ class BlockStore:
                         task.job = (job, reserved)
                     if tasks and tasks[0].kind == "encode":
                         self._staging.submit(tasks)
-                    else:
-                        self._executor.submit(tasks)
+                        continue
+                    for task in tasks:
+                        task.progress = progress
+                    self._executor.submit(tasks)
         except Exception:  # a fault of ours: the rest fails, the engine goes on
             _log.exception("LifeboatCache: planning a job failed; please report this")
             job.outcomes[job.outcomes == Outcome.PENDING] = Outcome.FAILED
+        progress[2] = 1
         self._finish(job, reserved)
 
     def _finish_tasks(self, tasks: list[IoTask]) -> None:

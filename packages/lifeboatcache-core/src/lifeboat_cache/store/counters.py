@@ -6,6 +6,9 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from lifeboat_cache.outcome import Outcome
 
 __all__ = ["CounterSnapshot", "Counters"]
@@ -72,9 +75,10 @@ class Counters:
         with self._lock:
             self._numbers["bytes_written" if kind == "store" else "bytes_read"] += stored
 
-    def job(self, kind: str, outcomes: list[int], moved: int, seconds: float) -> None:
+    def job(self, kind: str, outcomes: npt.NDArray[np.uint8], moved: int, seconds: float) -> None:
         """Account for a finished job."""
-        names = Counter(Outcome(value).name.lower() for value in outcomes)
+        counts = np.bincount(outcomes).tolist()
+        names = {Outcome(value).name.lower(): count for value, count in enumerate(counts) if count}
         done = names.get("ok", 0)
         verb = "stored" if kind == "store" else "loaded"
         with self._lock:

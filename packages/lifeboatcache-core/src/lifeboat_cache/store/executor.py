@@ -87,13 +87,19 @@ class Executor:
         self._python.submit(lane, [work])
 
     def submit(self, tasks: Sequence[IoTask]) -> None:
-        """Run I/O tasks."""
+        """Run I/O tasks of one job."""
         with self._lock:
             native = self._native
         fast = [t for t in tasks if native is not None and _native_can(t)]
         slow = [t for t in tasks if native is None or not _native_can(t)]
         if native is not None and fast:
-            slow += native.submit(fast)
+            progress = fast[0].progress
+            if progress is not None:
+                progress[0] += len(fast)
+            left = native.submit(fast)
+            if progress is not None:
+                progress[0] -= len(left)
+            slow += left
         for task in slow:
             lane: Lane = "load" if task.kind == "load" else "store"
             self._python.submit(lane, [partial(self._execute, task)])

@@ -14,7 +14,7 @@ from lifeboat_cache.codecs.names import RAW
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.store.coding import Coding
 
-__all__ = ["IoTask", "cut", "gather_pieces", "slices"]
+__all__ = ["IoTask", "cut", "gather_pieces", "new_progress", "slices"]
 
 #: So much is planned at a time: it takes less time than reading it does, and not so
 #: little that letting go of the interpreter after each would matter.
@@ -70,6 +70,15 @@ def cut(sizes: npt.NDArray[np.int64], part_bytes: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], int(sizes.shape[0])], strict=True))
 
 
+def new_progress() -> npt.NDArray[np.int64]:
+    """How far native threads are with a job: tasks handed over, finished; whether all are there.
+
+    Who waits for finished tasks (:mod:`lifeboat_cache.kernels.collect`) counts the second,
+    the planning thread writes the others.
+    """
+    return np.zeros(3, dtype=np.int64)
+
+
 @dataclass(eq=False)
 class IoTask:
     """Blocks to read and verify, or to hash and write, or only to put through their coders.
@@ -114,6 +123,8 @@ class IoTask:
         Whatever the submitter wants to find again.
     errno
         First error number met, 0 if none.
+    progress
+        Of the job, for native threads; see :func:`new_progress`.
     """
 
     kind: Literal["load", "store", "encode"]
@@ -136,11 +147,14 @@ class IoTask:
     job: Any = None
     detail: Any = None
     errno: int = 0
+    progress: npt.NDArray[np.int64] | None = None
     words: npt.NDArray[np.int64] = field(init=False)
 
     def address(self) -> int:
         """Lay the task out for the native threads; returns where it begins."""
-        words = np.zeros(layout.TASK_WORDS, dtype=np.int64)
+        laid_out = np.zeros(1 + layout.TASK_WORDS, dtype=np.int64)
+        laid_out[0] = 0 if self.progress is None else self.progress.ctypes.data
+        words = laid_out[1:]
         words[layout.TASK_OP] = _OPERATIONS[self.kind]
         words[layout.TASK_RUNS] = self.runs.shape[0]
         for at, array in (

@@ -29,6 +29,9 @@ _MOST_TASKS = 4096
 #: Seconds that an interpreter which ends waits for system calls under way.
 _EXIT_WAIT_S = 2.0
 
+#: Longest time, in milliseconds, for which finished tasks of a job that is under way are kept.
+_PATIENCE_MS = 200
+
 #: Tasks handed over, or taken when finished, in one go: 4,096 bytes, which are PIPE_BUF.
 _BATCH = 512
 
@@ -206,10 +209,15 @@ class NativePool:
 
     def _complete(self, lane: int) -> None:
         """Take finished tasks of one lane until the threads have ended."""
+        from lifeboat_cache.kernels.collect import collect  # ready() has been asked
+
+        room = np.zeros(_BATCH, dtype=np.int64)
         while True:
-            data = os.read(self._out[lane], _BATCH * 8)
             # Writes of 8 bytes to a pipe are atomic, so that no address is torn.
-            addresses = np.frombuffer(data, dtype=np.int64).tolist()
+            count = collect(self._out[lane], room.ctypes.data, _BATCH, _PATIENCE_MS)
+            if count < 0:
+                raise OSError(-count, os.strerror(-count))
+            addresses = room[:count].tolist()
             ended = addresses.count(0)
             with self._room:
                 tasks = [self._tasks.pop(address) for address in addresses if address]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache import kernels
 from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.format.access import ACCESS_BYTES, pack_accesses
@@ -24,7 +25,7 @@ from lifeboat_cache.format.header import (
     MAGIC_SEGMENT,
     FileHeader,
 )
-from lifeboat_cache.format.journal import ENTRY_BYTES, Entries, seal_entries
+from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, seal_entries
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.targets.base import OpenFile, Reservation, TargetWriter
@@ -51,8 +52,9 @@ SEGMENT_AGE_S = 3600.0
 #: small enough that several workers share a batch.
 _WRITE_BYTES = 16 << 20
 
-#: The journal gets its space in steps of so many bytes.
+#: The journal gets its space in steps of so many bytes, and larger ones as it grows.
 _JOURNAL_STEP = 32 << 10
+_MOST_JOURNAL_STEP = 1 << 20
 
 #: What counts as allocated where a filesystem cannot allocate ahead.
 _NEVER_FULL = 1 << 62
@@ -81,6 +83,11 @@ def _create(path: Path, header: bytes) -> int:
             os.unlink(path)
         raise
     return fd
+
+
+def _address(data: bytes) -> int:
+    """Where bytes lie in memory; valid as long as the caller holds them."""
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
 
 
 def _padded_sizes(entries: Entries) -> npt.NDArray[np.int64]:
@@ -167,6 +174,8 @@ class SegmentWriter(TargetWriter):
         self._journal_path = directory / f"{self._hex}.journal"
         self._journal_fd = -1
         self._journal_file: tuple[int, int] | None = None  # which one the name leads to
+        self._journal_name = os.fsencode(self._journal_path) + b"\0"
+        self._journal_place = (-1, -1)  # the same as kernels say it
         self._accesses = 0
         self._access_fd = -1
         self._closed = False
@@ -175,6 +184,8 @@ class SegmentWriter(TargetWriter):
             self._journal_fd = _create(self._journal_path, self._header(MAGIC_JOURNAL))
             made = os.fstat(self._journal_fd)
             self._journal_file = made.st_dev, made.st_ino
+            device = os.major(made.st_dev) << 32 | os.minor(made.st_dev)
+            self._journal_place = device, made.st_ino
         except BaseException:
             close_files([self._journal_fd])
             self._alive.release()
@@ -204,11 +215,11 @@ class SegmentWriter(TargetWriter):
 
     def reserve(self, entries: Entries, part_bytes: int) -> list[Reservation]:
         sizes = _padded_sizes(entries)
-        total = int(sizes.sum())
         parts = _parts(sizes, part_bytes)
         # Once for all: each of these calls lets go of the interpreter.
-        asked = self._allowance(total) if len(parts) > 1 else None
-        allowed = len(parts) > 1 and asked is None
+        total = int(sizes.sum())
+        allowed = len(parts) > 1 and self._allowance(total) is None
+        journaled = self._take_journal_space_at_once(len(entries)) if allowed else False
         rooms = []
         for first, last in parts:
             mine = sizes[first:last]
@@ -216,7 +227,8 @@ class SegmentWriter(TargetWriter):
             refusal = None if allowed else self._allowance(size)
             if refusal is None:
                 try:
-                    self._take_journal_space(last - first)
+                    if not journaled:
+                        self._take_journal_space(last - first)
                     file = self._place(entries[first:last], mine, size)
                 except OSError as exc:
                     self._settle_bytes(size)
@@ -227,6 +239,14 @@ class SegmentWriter(TargetWriter):
             rooms.append(Reservation(first, last, None, refusal))
         return rooms
 
+    def _take_journal_space_at_once(self, count: int) -> bool:
+        """For all parts of a reservation; if there is none for all, there may be for some."""
+        try:
+            self._take_journal_space(count)
+        except OSError:
+            return False
+        return True
+
     def settle(self, entries: Entries) -> None:
         self._settle_bytes(int(_padded_sizes(entries).sum()))
 
@@ -236,9 +256,7 @@ class SegmentWriter(TargetWriter):
 
     def commit(self, entries: Entries, files: Sequence[OpenFile]) -> Outcome:
         try:
-            for file in {id(file): file for file in files}.values():
-                self._check_kept(file)
-            self._journal(entries)
+            self._journal(entries, list({id(file): file for file in files}.values()))
         except OSError as exc:
             return self._failure(exc)
         return Outcome.OK
@@ -246,15 +264,24 @@ class SegmentWriter(TargetWriter):
     def _take_journal_space(self, count: int) -> None:
         """Make sure that payloads which find room can be journaled on a disk that is full then."""
         with self._journal_lock:
+            end = HEADER_BYTES + (self._expected + count) * ENTRY_BYTES
+            if self._journal_fd >= 0 and end > self._journal_space:
+                self._extend_journal(end - self._journal_space)
             self._expected += count
-            end = HEADER_BYTES + self._expected * ENTRY_BYTES
-            if self._journal_fd < 0 or end <= self._journal_space:
-                return
-            step = -(-(end - self._journal_space) // _JOURNAL_STEP) * _JOURNAL_STEP
-            if take_space(self._journal_fd, self._journal_space, step):
-                self._journal_space += step
-            else:
-                self._journal_space = _NEVER_FULL
+
+    def _extend_journal(self, needed: int) -> None:
+        """Allocate at least so many bytes more; under the journal's lock."""
+        step = -(-needed // _JOURNAL_STEP) * _JOURNAL_STEP
+        # Each allocation lets go of the interpreter: who stores much takes much at once.
+        ample = max(step, min(self._journal_space, _MOST_JOURNAL_STEP))
+        try:
+            taken = take_space(self._journal_fd, self._journal_space, ample)
+        except OSError:
+            if ample == step:
+                raise
+            ample = step
+            taken = take_space(self._journal_fd, self._journal_space, ample)
+        self._journal_space = self._journal_space + ample if taken else _NEVER_FULL
 
     def _failure(self, exc: OSError) -> Outcome:
         self._notice_loss()
@@ -337,10 +364,14 @@ class SegmentWriter(TargetWriter):
     def _check_kept(self, segment: OpenFile) -> None:
         """Raise ``OSError`` if somebody has deleted the segment: nothing would be kept."""
         if not os.fstat(segment.fd).st_nlink:
-            with self._lock:
-                if self._segment is segment:
-                    self._segment = None
-            raise OSError(errno.ESTALE, "the segment was deleted")
+            self._leave(segment)
+
+    def _leave(self, segment: OpenFile) -> None:
+        """Use a segment no more that was deleted; raises ``OSError``."""
+        with self._lock:
+            if self._segment is segment:
+                self._segment = None
+        raise OSError(errno.ESTALE, "the segment was deleted")
 
     def _write(
         self, segment: OpenFile, entries: Entries, buffers: BlockBuffers, blocks: Sequence[int]
@@ -356,25 +387,73 @@ class SegmentWriter(TargetWriter):
         for offset, block in zip(entries["offset"].tolist(), blocks, strict=True):
             write_from(segment.fd, buffers.pieces(block), offset)
 
-    def _journal(self, entries: Entries) -> None:
+    def _journal(self, entries: Entries, segments: Sequence[OpenFile] = ()) -> None:
+        """Append entries, unless one of the segments they lie in has been deleted."""
+        native = kernels.ready() and len(entries) > 0
+        if not native:
+            for segment in segments:
+                self._check_kept(segment)
+        deleted, kept = -1, False
         with self._journal_lock:
             if self._journal_fd < 0:
                 raise OSError(errno.EBADF, "the writer is closed")
-            data = seal_entries(entries, self.writer, self._entries, self._namespace)
+            position = HEADER_BYTES + self._entries * ENTRY_BYTES
             try:
-                write_from(
-                    self._journal_fd,
-                    [memoryview(data)],
-                    HEADER_BYTES + self._entries * ENTRY_BYTES,
-                )
+                if native:
+                    deleted, kept = self._append(entries, segments, position)
+                else:
+                    data = seal_entries(entries, self.writer, self._entries, self._namespace)
+                    write_from(self._journal_fd, [memoryview(data)], position)
             except OSError:
                 # What is whole stays: readers may know it already. A torn entry is
                 # overwritten by the next one.
                 end = os.fstat(self._journal_fd).st_size
                 self._entries = max(self._entries, (end - HEADER_BYTES) // ENTRY_BYTES)
                 raise
-            self._entries += len(entries)
-        self._require_kept()
+            if deleted < 0:
+                self._entries += len(entries)
+        if deleted >= 0:
+            self._leave(segments[deleted])
+        if not kept:
+            if native:
+                for segment in segments:
+                    self._check_kept(segment)
+            self._require_kept()
+
+    def _append(
+        self, entries: Entries, segments: Sequence[OpenFile], position: int
+    ) -> tuple[int, bool]:
+        """Append in one call without the interpreter; under the journal's lock.
+
+        Returns
+        -------
+        deleted
+            The place of a segment that has been deleted, in which case nothing is
+            written, or -1.
+        kept
+            Whether all files are known to be there still.
+        """
+        from lifeboat_cache.kernels import journal
+
+        sealed = np.array(entries, dtype=ENTRY, order="C")
+        answer = np.zeros(journal.WORDS, dtype=np.int64)
+        error = journal.append(
+            np.array([segment.fd for segment in segments], dtype=np.int64),
+            self._journal_fd,
+            position,
+            sealed.ctypes.data,
+            len(sealed),
+            _address(self.writer),
+            self._entries,
+            _address(self._namespace),
+            _address(self._journal_name),
+            answer,
+        )
+        if error:
+            raise OSError(error, os.strerror(error))
+        place = int(answer[journal.DEVICE]), int(answer[journal.INODE])
+        kept = not answer[journal.UNKNOWN] and not answer[journal.JOURNAL_ERRNO]
+        return int(answer[journal.DELETED]), bool(kept) and place == self._journal_place
 
     def bury(self, entries: Entries) -> None:
         with contextlib.suppress(OSError):
