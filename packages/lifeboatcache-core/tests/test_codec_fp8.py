@@ -90,7 +90,7 @@ SPREADS["float32"] = SPREADS["bfloat16"]
 def blocks(draw: Any) -> tuple[CodedLayout, Bytes]:
     """A block with one tensor for fp8, and a payload of anything between real and random."""
     dtype = draw(st.sampled_from(FLOATS))
-    dim = draw(st.one_of(st.sampled_from(HEAD_SIZES), st.integers(1, 70)))
+    dim = draw(st.one_of(st.sampled_from(HEAD_SIZES), st.integers(1, 140)))
     item = ITEM_BYTES[dtype]
     tensor = tensor_of(
         dtype,

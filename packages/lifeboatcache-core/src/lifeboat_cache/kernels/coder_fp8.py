@@ -34,6 +34,10 @@ _I64 = ir.IntType(64)
 _CODE_INF = 0x7E
 _CODE_NAN = 0x7F
 
+#: Elements of a vector that are encoded, or decoded, at once.
+_ENCODED = 32
+_DECODED = 64
+
 #: From the exponents of float16 to those of float32.
 _REBIAS = 112
 
@@ -107,89 +111,91 @@ def _smaller(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
-def _loop(builder: Any, count: Any, first: Any, body: Callable[[Any, Any], Any]) -> Any:
-    """``for number in range(count): value = body(number, value)``; returns the last value."""
+def _chunks(builder: Any, dim: Any, lanes: int, first: Any, body: Callable[[Any, Any], Any]) -> Any:
+    """``value = body(at, value)`` for pieces of ``lanes`` elements of a vector from its ``at``-th.
+
+    The vector has at least ``lanes`` elements; its last piece may overlap the one before.
+    Returns the last value.
+    """
     before, function = builder.block, builder.function
-    head = function.append_basic_block("lanes.head")
     inside = function.append_basic_block("lanes.body")
     done = function.append_basic_block("lanes.done")
-    builder.branch(head)
-    builder.position_at_end(head)
-    number = builder.phi(_I64)
-    number.add_incoming(ir.Constant(_I64, 0), before)
+    last = builder.sub(dim, ir.Constant(_I64, lanes))
+    builder.branch(inside)
+    builder.position_at_end(inside)
+    reached = builder.phi(_I64)
+    reached.add_incoming(ir.Constant(_I64, 0), before)
     value = builder.phi(first.type)
     value.add_incoming(first, before)
-    builder.cbranch(builder.icmp_signed("<", number, count), inside, done)
-    builder.position_at_end(inside)
-    after = body(number, value)
-    number.add_incoming(builder.add(number, ir.Constant(_I64, 1)), builder.block)
+    at = _smaller(builder, reached, last)
+    after = body(at, value)
+    further = builder.add(reached, ir.Constant(_I64, lanes))
+    reached.add_incoming(further, builder.block)
     value.add_incoming(after, builder.block)
-    builder.branch(head)
+    builder.cbranch(builder.icmp_signed("<", further, dim), inside, done)
     builder.position_at_end(done)
-    return value
+    return after
 
 
-def _step(builder: Any, address: Any, number: Any, size: int) -> Any:
+def _at(builder: Any, address: Any, number: Any, size: int) -> Any:
+    """Where an element is."""
     return builder.add(address, builder.mul(number, ir.Constant(_I64, size)))
 
 
-def _wrap(count: int, build: Callable[..., Any], result: Any) -> Any:
-    """An intrinsic of ``count`` int64 arguments out of ``build(builder, *arguments)``."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del signature
-        made = build(builder, *arguments)
-        return context.get_dummy_value() if made is None else made
-
+def _wrap(build: Callable[..., Any]) -> Any:
+    """An intrinsic of five int64 arguments out of ``build(builder, *arguments)``."""
     whole = types.int64
-    if count == 2:
 
-        def two(typing_context: Any, a: Any, b: Any) -> Any:  # noqa: ARG001
-            return result(whole, whole), generate
+    def wrapped(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            del signature
+            build(builder, *arguments)
+            return context.get_dummy_value()
 
-        return intrinsic(two)
+        return types.void(whole, whole, whole, whole, whole), generate
 
-    def five(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:  # noqa: ARG001
-        return result(whole, whole, whole, whole, whole), generate
-
-    return intrinsic(five)
+    return intrinsic(wrapped)
 
 
-def _largest(kind: _Kind, lanes: int, *, finite: bool) -> Any:
-    """``largest(address, count)``: the largest magnitude of ``count`` times ``lanes`` elements.
+def _largest(kind: _Kind) -> Any:
+    """``largest(address, dim)``: the largest finite magnitude of a vector.
 
-    Magnitudes are the bits of an element without its sign. With ``finite``, what is not
-    finite counts as nothing.
+    Magnitudes are the bits of an element without its sign.
     """
     bits = kind.item_bits
 
-    def build(builder: Any, address: Any, count: Any) -> Any:
-        wide = _Lanes(builder, lanes, bits)
+    def build(builder: Any, address: Any, dim: Any) -> Any:
+        wide = _Lanes(builder, _ENCODED, bits)
 
-        def body(number: Any, most: Any) -> Any:
-            element = wide.load(_step(builder, address, number, lanes * bits // 8))
+        def body(at: Any, most: Any) -> Any:
+            element = wide.load(_at(builder, address, at, bits // 8))
             size = builder.and_(element, wide.all((1 << (bits - 1)) - 1))
-            if finite:
-                is_finite = builder.icmp_signed("<", size, wide.all(kind.inf))
-                size = builder.select(is_finite, size, wide.all(0))
-            return _larger(builder, size, most)
+            is_finite = builder.icmp_signed("<", size, wide.all(kind.inf))
+            return _larger(builder, builder.select(is_finite, size, wide.all(0)), most)
 
-        most = _loop(builder, count, wide.all(0), body)
-        half = lanes
+        most = _chunks(builder, dim, _ENCODED, wide.all(0), body)
+        half = _ENCODED
         while half > 1:
             half //= 2
-            order = [(lane + half) % lanes for lane in range(lanes)]
+            order = [(lane + half) % _ENCODED for lane in range(_ENCODED)]
             shuffled = builder.shuffle_vector(
-                most, most, ir.Constant(ir.VectorType(_I32, lanes), order)
+                most, most, ir.Constant(ir.VectorType(_I32, _ENCODED), order)
             )
             most = _larger(builder, most, shuffled)
         return builder.zext(builder.extract_element(most, ir.Constant(_I32, 0)), _I64)
 
-    return _wrap(2, build, types.int64)
+    def largest(typing_context: Any, address: Any, dim: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            del context, signature
+            return build(builder, *arguments)
+
+        return types.int64(types.int64, types.int64), generate
+
+    return intrinsic(largest)
 
 
-def _encode_lanes(kind: _Kind, lanes: int, *, widen: bool = False) -> Any:
-    """``encode_lanes(source, to, count, exponent, digits)``: codes of ``count * lanes`` elements.
+def _encode_lanes(kind: _Kind, *, widen: bool = False) -> Any:
+    """``encode_lanes(source, to, dim, exponent, digits)``: codes of a vector.
 
     ``digits`` is the number of mantissa bits of a code. With ``widen``, elements of float16 are
     encoded as float32; without, none of the subnormal ones may become a normal code.
@@ -198,8 +204,9 @@ def _encode_lanes(kind: _Kind, lanes: int, *, widen: bool = False) -> Any:
     mantissa = 23 if widen else kind.mantissa
     inf = 0x47800000 if widen else kind.inf
     narrow16 = kind is _FP16 and not widen
+    lanes = _ENCODED
 
-    def build(builder: Any, source: Any, to: Any, count: Any, exponent: Any, digits: Any) -> None:
+    def build(builder: Any, source: Any, to: Any, dim: Any, exponent: Any, digits: Any) -> None:
         wide = _Lanes(builder, lanes, bits)
         items = _Lanes(builder, lanes, kind.item_bits)
         narrow = _Lanes(builder, lanes, 8)
@@ -213,8 +220,8 @@ def _encode_lanes(kind: _Kind, lanes: int, *, widen: bool = False) -> Any:
         shift_at_one = wide.spread(builder.add(drop, ir.Constant(_I64, 1)))
         one, implicit = wide.all(1), wide.all(1 << mantissa)
 
-        def body(number: Any, nothing: Any) -> Any:
-            element = items.load(_step(builder, source, number, lanes * kind.item_bits // 8))
+        def body(at: Any, nothing: Any) -> Any:
+            element = items.load(_at(builder, source, at, kind.item_bits // 8))
             size = builder.and_(element, items.all((1 << (kind.item_bits - 1)) - 1))
             sign = builder.lshr(element, items.all(kind.item_bits - 8))
             sign = builder.and_(sign, items.all(0x80))
@@ -243,12 +250,12 @@ def _encode_lanes(kind: _Kind, lanes: int, *, widen: bool = False) -> Any:
                 is_special = builder.icmp_signed(">", size, wide.all(above))
                 code = builder.select(is_special, wide.all(special), code)
             code = builder.trunc(builder.or_(code, sign), narrow.type)
-            narrow.store(code, _step(builder, to, number, lanes))
+            narrow.store(code, _at(builder, to, at, 1))
             return nothing
 
-        _loop(builder, count, ir.Constant(_I1, 0), body)
+        _chunks(builder, dim, lanes, ir.Constant(_I1, 0), body)
 
-    return _wrap(5, build, types.void)
+    return _wrap(build)
 
 
 def _top(builder: Any, digits: Any) -> Any:
@@ -268,16 +275,17 @@ def _widened(builder: Any, wide: _Lanes, size: Any) -> Any:
     return builder.select(builder.icmp_signed("<", size, wide.all(0x400)), subnormal, normal)
 
 
-def _decode_lanes(kind: _Kind, lanes: int) -> Any:
-    """``decode_lanes(source, to, count, exponent, digits)``: elements of ``count * lanes`` codes.
+def _decode_lanes(kind: _Kind) -> Any:
+    """``decode_lanes(source, to, dim, exponent, digits)``: a vector of codes.
 
     The contrary of :func:`_encode_lanes`; ``exponent`` is within the bounds of the kind.
     """
     bits = kind.item_bits
     mantissa = kind.mantissa
     bias = _REBIAS if kind is _FP16 else 0
+    lanes = _DECODED
 
-    def build(builder: Any, source: Any, to: Any, count: Any, exponent: Any, digits: Any) -> None:
+    def build(builder: Any, source: Any, to: Any, dim: Any, exponent: Any, digits: Any) -> None:
         wide = _Lanes(builder, lanes, bits)
         narrow = _Lanes(builder, lanes, 8)
         low = builder.sub(exponent, _top(builder, digits))
@@ -288,8 +296,8 @@ def _decode_lanes(kind: _Kind, lanes: int) -> Any:
         limits = [narrow.spread(builder.lshr(whole, ir.Constant(_I64, by))) for by in range(5)]
         less = [narrow.spread(builder.mul(whole, ir.Constant(_I64, by))) for by in range(1, 6)]
 
-        def body(number: Any, nothing: Any) -> Any:
-            code = narrow.load(_step(builder, source, number, lanes))
+        def body(at: Any, nothing: Any) -> Any:
+            code = narrow.load(_at(builder, source, at, 1))
             size = builder.and_(code, narrow.all(0x7F))
             # Subnormal codes become normal ones whose exponent is below the least.
             normal, doubled = size, size
@@ -315,12 +323,12 @@ def _decode_lanes(kind: _Kind, lanes: int) -> Any:
                     value,
                 )
             sign = builder.and_(builder.sext(code, wide.type), wide.all(1 << (bits - 1)))
-            wide.store(builder.or_(value, sign), _step(builder, to, number, lanes * bits // 8))
+            wide.store(builder.or_(value, sign), _at(builder, to, at, bits // 8))
             return nothing
 
-        _loop(builder, count, ir.Constant(_I1, 0), body)
+        _chunks(builder, dim, lanes, ir.Constant(_I1, 0), body)
 
-    return _wrap(5, build, types.void)
+    return _wrap(build)
 
 
 def _subnormal(builder: Any, wide: _Lanes, value: Any) -> Any:
@@ -349,32 +357,29 @@ def _float32_bits(size: Any) -> Any:
     return (exponent << 23) | ((size & 0x3FF) << 13)
 
 
-def _encoder(kind: _Kind, lanes: int) -> Any:
+def _encoder(kind: _Kind) -> Any:
     """The ``encode_lanes`` that is right for every element of a dtype."""
-    plain = _encode_lanes(kind, lanes)
+    plain = _encode_lanes(kind)
     if kind is not _FP16:
         return plain
-    widening = _encode_lanes(kind, lanes, widen=True)
+    widening = _encode_lanes(kind, widen=True)
 
     @inline
-    def either(source: Any, to: Any, count: Any, exponent: Any, digits: Any) -> None:
+    def either(source: Any, to: Any, dim: Any, exponent: Any, digits: Any) -> None:
         # The least normal code, as float16, is normal from here on.
         if exponent - (1 << (7 - digits)) >= _REBIAS:
-            plain(source, to, count, exponent, digits)
+            plain(source, to, dim, exponent, digits)
         else:
-            widening(source, to, count, exponent, digits)
+            widening(source, to, dim, exponent, digits)
 
     return either
 
 
 def _functions(kind: _Kind) -> tuple[Any, Any]:
     """``encode_vectors`` and ``decode_vectors`` of a dtype."""
-    largest32, largest16 = (_largest(kind, lanes, finite=False) for lanes in (32, 16))
-    finite16 = _largest(kind, 16, finite=True)
-    encode32, encode16 = (_encoder(kind, lanes) for lanes in (32, 16))
-    decode64, decode16 = (_decode_lanes(kind, lanes) for lanes in (64, 16))
+    largest, encode_lanes, decode_lanes = _largest(kind), _encoder(kind), _decode_lanes(kind)
     item = kind.item_bits // 8
-    inf, least, most = kind.inf, kind.least, kind.most
+    least, most = kind.least, kind.most
     is_bf16, is_fp16 = kind is _BF16, kind is _FP16
 
     @inline
@@ -388,69 +393,51 @@ def _functions(kind: _Kind) -> tuple[Any, Any]:
         exponent = (size + (np.int64(5) << (22 - digits))) >> 23
         return min(max(exponent, np.int64(least)), np.int64(most))
 
-    @inline
-    def encode_vector(source: Any, scale: Any, to: Any, dim: Any, digits: Any, padded: Any) -> None:
-        pairs, half, tail = dim // 32, (dim // 16) % 2, dim % 16
-        at_half, at_tail = pairs * 32, dim - tail
-        most_of = largest32(source, pairs)
-        if half:
-            most_of = max(most_of, largest16(source + at_half * item, half))
-        if tail:
-            raw.zero(padded, 64)
-            raw.copy(padded, source + at_tail * item, tail * item)
-            most_of = max(most_of, largest16(padded, np.int64(1)))
-        if most_of >= inf:
-            most_of = finite16(source, dim // 16)
-            if tail:
-                most_of = max(most_of, finite16(padded, np.int64(1)))
-        exponent = exponent_of(most_of, digits)
-        bytes_at(scale)[0] = exponent
-        encode32(source, to, pairs, exponent, digits)
-        if half:
-            encode16(source + at_half * item, to + at_half, half, exponent, digits)
-        if tail:
-            encode16(padded, padded + 64, np.int64(1), exponent, digits)
-            raw.copy(to + at_tail, padded + 64, tail)
-
-    @inline
-    def decode_vector(source: Any, scale: Any, to: Any, dim: Any, digits: Any, padded: Any) -> None:
-        quads, halves, tail = dim // 64, (dim // 16) % 4, dim % 16
-        at_half, at_tail = quads * 64, dim - tail
-        exponent = min(max(np.int64(bytes_at(scale)[0]), np.int64(least)), np.int64(most))
-        decode64(source, to, quads, exponent, digits)
-        if halves:
-            decode16(source + at_half, to + at_half * item, halves, exponent, digits)
-        if tail:
-            raw.zero(padded + 64, 16)
-            raw.copy(padded + 64, source + at_tail, tail)
-            decode16(padded + 64, padded, np.int64(1), exponent, digits)
-            raw.copy(to + at_tail * item, padded, tail * item)
-
     @helper
     def encode_vectors(words: Any, start: Any, scale: Any, code: Any) -> None:
-        dim, digits, heads = words[C.ROW_DIM], words[C.ROW_BITS], words[C.ROW_HEADS]
-        step = words[C.ROW_HEAD_STRIDE]
-        padded = np.int64(raw.stack(80))
+        dim, digits = words[C.ROW_DIM], words[C.ROW_BITS]
+        # Vectors that are too short for the loops are moved to where there is room behind them.
+        elements, codes = np.int64(raw.stack(128)), np.int64(raw.stack(64))
+        short = dim < _ENCODED
         for o in range(words[C.ROW_OUTER]):
             for i in range(words[C.ROW_INNER]):
                 vector = start + o * words[C.ROW_OUTER_STRIDE] + i * words[C.ROW_INNER_STRIDE]
-                for _ in range(heads):
-                    encode_vector(vector, scale, code, dim, digits, padded)
-                    vector += step
+                for _ in range(words[C.ROW_HEADS]):
+                    source, to, size = vector, code, dim
+                    if short:
+                        raw.zero(elements, _ENCODED * item)
+                        raw.copy(elements, vector, dim * item)
+                        source, to, size = elements, codes, np.int64(_ENCODED)
+                    exponent = exponent_of(largest(source, size), digits)
+                    bytes_at(scale)[0] = exponent
+                    encode_lanes(source, to, size, exponent, digits)
+                    if short:
+                        raw.copy(code, codes, dim)
+                    vector += words[C.ROW_HEAD_STRIDE]
                     scale += 1
                     code += dim
 
     @helper
     def decode_vectors(words: Any, start: Any, scale: Any, code: Any) -> None:
-        dim, digits, heads = words[C.ROW_DIM], words[C.ROW_BITS], words[C.ROW_HEADS]
-        step = words[C.ROW_HEAD_STRIDE]
-        padded = np.int64(raw.stack(80))
+        dim, digits = words[C.ROW_DIM], words[C.ROW_BITS]
+        # Vectors that are too short for the loops are moved to where there is room behind them.
+        elements, codes = np.int64(raw.stack(256)), np.int64(raw.stack(64))
+        short = dim < _DECODED
         for o in range(words[C.ROW_OUTER]):
             for i in range(words[C.ROW_INNER]):
                 vector = start + o * words[C.ROW_OUTER_STRIDE] + i * words[C.ROW_INNER_STRIDE]
-                for _ in range(heads):
-                    decode_vector(code, scale, vector, dim, digits, padded)
-                    vector += step
+                for _ in range(words[C.ROW_HEADS]):
+                    source, to, size = code, vector, dim
+                    if short:
+                        raw.zero(codes, _DECODED)
+                        raw.copy(codes, code, dim)
+                        source, to, size = codes, elements, np.int64(_DECODED)
+                    exponent = np.int64(bytes_at(scale)[0])
+                    exponent = min(max(exponent, np.int64(least)), np.int64(most))
+                    decode_lanes(source, to, size, exponent, digits)
+                    if short:
+                        raw.copy(vector, elements, dim * item)
+                    vector += words[C.ROW_HEAD_STRIDE]
                     scale += 1
                     code += dim
 
