@@ -51,6 +51,9 @@ class Completion:
     cached_tokens
         Prompt tokens that were not computed: found in the server's own memory
         or restored by a connector.
+    top_logprobs
+        For each generated token the most probable ones and their logarithms, if the request
+        asked for ``logprobs``.
     """
 
     text: str
@@ -58,6 +61,7 @@ class Completion:
     total_s: float
     prompt_tokens: int
     cached_tokens: int
+    top_logprobs: tuple[dict[str, float], ...] = ()
 
 
 def shm_regions() -> set[Path]:
@@ -266,6 +270,7 @@ class VllmServer:
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)
         texts: list[str] = []
+        tops: list[dict[str, float]] = []
         usage: dict[str, Any] = {}
         first: float | None = None
         with contextlib.closing(connection):
@@ -287,6 +292,7 @@ class VllmServer:
                     if event.get("choices"):
                         first = first or time.perf_counter()
                         texts.append(event["choices"][0]["text"])
+                        tops += (event["choices"][0].get("logprobs") or {}).get("top_logprobs", [])
                     usage = event.get("usage") or usage
             except (OSError, http.client.HTTPException) as error:
                 raise self._failure(f"the completion failed: {error!r}") from error
@@ -300,6 +306,7 @@ class VllmServer:
             total_s=end - begin,
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=details.get("cached_tokens") or 0,
+            top_logprobs=tuple(tops),
         )
 
     def metric(self, name: str, **labels: str) -> float:

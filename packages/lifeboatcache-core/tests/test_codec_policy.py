@@ -83,7 +83,14 @@ def test_native_mode_is_exact_until_it_is_told_to_take_the_ladder(home: Path) ->
     assert other.choose(KV).codec == LBQ4
     write(home, "compression: {ladder: {local: lbq4}}\nengine: {native_codec: ladder}\n")
     native.look()
-    assert native.choose(KV).codec == LBQ4
+    # Not while it runs: what is served would have to change too.
+    assert native.choose(KV).codec == RAW
+    assert native.exact
+    assert live.restart == ("engine.native_codec",)
+    again = CodecPolicy(LiveConfig(load_config()), native=True)
+    assert again.choose(KV).codec == LBQ4
+    assert not again.exact
+    assert not other.exact
     assert native.facts()["mode"] == "ladder"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from lifeboat_cache.codecs.blocks import decode_block, encode_block
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
-from lifeboat_cache.codecs.names import CODECS, FP8, LBQ2, RAW, codec_name, is_exact
+from lifeboat_cache.codecs.names import CODEC_NAMES, CODECS, FP8, LBQ2, RAW, codec_name, is_exact
 from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.codecs.recipes import coded_layout
 from lifeboat_cache.interface import (
@@ -90,6 +90,7 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., BlockStore]]:
         *,
         layouts: Sequence[KVLayout] = (),
         key: bytes | None = None,
+        policy: CodecPolicy | None = None,
         **settings: int,
     ) -> BlockStore:
         store = BlockStore(
@@ -97,7 +98,7 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., BlockStore]]:
             [FilesystemTarget(tmp_path / "kv", **settings)],  # type: ignore[arg-type]
             io_workers=3,
             integrity_key=key,
-            codecs=CodecPolicy.fixed(codec_name(codec)),  # type: ignore[arg-type]
+            codecs=policy or CodecPolicy.fixed(CODEC_NAMES[codec]),
         )
         opened.append(store)
         for layout in layouts:
@@ -328,3 +329,24 @@ def test_closing_ends_stores_of_unknown_length(make_store: Callable[..., BlockSt
     assert set(outcomes) <= {Outcome.OK, Outcome.CANCELLED}
     found = make_store(layouts=[layout]).lookup(_keys(64)).astype(bool).tolist()
     assert found == [outcome == Outcome.OK for outcome in outcomes]
+
+
+@pytest.mark.usefixtures("both_kernels")
+def test_a_store_that_must_be_exact_does_not_see_what_is_not(
+    make_store: Callable[..., BlockStore],
+) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 4)
+    keys = _keys(4)
+    lossy = make_store(FP8, layouts=[layout])
+    assert _run(lossy.store, BlockBatch(keys, _rows(payloads), layout.tag)) == [Outcome.OK] * 4
+    policy = CodecPolicy.fixed("raw")
+    policy.exact = True
+    exact = make_store(layouts=[layout], policy=policy)
+    assert not exact.lookup(keys).any()
+    out = np.zeros_like(payloads)
+    assert _run(exact.load, BlockBatch(keys, _rows(out), layout.tag)) == [Outcome.MISSING] * 4
+    assert _run(exact.store, BlockBatch(keys, _rows(payloads), layout.tag)) == [Outcome.OK] * 4
+    again = make_store(layouts=[layout], policy=policy)
+    assert _run(again.load, BlockBatch(keys, _rows(out), layout.tag)) == [Outcome.OK] * 4
+    assert np.array_equal(out, payloads)

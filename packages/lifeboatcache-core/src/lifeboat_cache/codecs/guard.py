@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import random
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from lifeboat_cache.codecs.blocks import decode_block, encode_block
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.codecs.names import FP8, LBQ2, LBQ3, LBQ4, RAW, codec_name, is_exact
+from lifeboat_cache.codecs.quality import compare as compare_tensors
 from lifeboat_cache.codecs.recipes import CodedLayout, coded_layout
 from lifeboat_cache.errors import FormatError
 from lifeboat_cache.kernels import codec_layout as columns
@@ -111,8 +111,8 @@ class Guard:
         How to compare; by default as :mod:`lifeboat_cache.codecs.quality` does.
     """
 
-    def __init__(self, *, active: bool = True, compare: Compare | None = None) -> None:
-        self._active = active and (compare is not None or _can_compare())
+    def __init__(self, *, active: bool = True, compare: Compare = compare_tensors) -> None:
+        self._active = active
         self._compare = compare
         self._next = 0.0
         self._wake = threading.Condition()
@@ -264,12 +264,8 @@ class Guard:
         original: npt.NDArray[np.uint8],
         restored: npt.NDArray[np.uint8],
     ) -> tuple[float, float]:
-        compare = self._compare
-        if compare is None:
-            quality = importlib.import_module("lifeboat_cache.codecs.quality")
-            compare = self._compare = cast("Compare", quality.compare)
         keys = next((one for one in layout.tensors if one.role == "key"), tensor)
-        return compare(tensor, keys, original, restored)
+        return self._compare(tensor, keys, original, restored)
 
     def _rule_out(self, name: tuple[int, int], why: str) -> None:
         standing = self._standings[name]
@@ -286,10 +282,6 @@ class Guard:
             why,
             "; please report this" if is_exact(codec) else "",
         )
-
-
-def _can_compare() -> bool:
-    return importlib.util.find_spec("lifeboat_cache.codecs.quality") is not None
 
 
 def _bounded(error: float | np.floating[Any]) -> float:

@@ -13,6 +13,7 @@ __all__ = [
     "CODECS",
     "CODEC_NAMES",
     "DENSE",
+    "EXACT",
     "FP8",
     "LBQ2",
     "LBQ3",
@@ -45,6 +46,9 @@ CODEC_NAMES: tuple[CodecName, ...] = ("raw", "lossless", "dense", "fp8", "lbq4",
 #: Their numbers. What a codec stores differently some day gets another number.
 CODECS = frozenset(range(len(CODEC_NAMES)))
 
+#: Those that give back every bit.
+EXACT = frozenset({RAW, LOSSLESS, DENSE})
+
 #: Names of others for codecs of the same class.
 ALIASES: dict[str, CodecName] = {"turboquant4": "lbq4", "turboquant3": "lbq3", "oscar2": "lbq2"}
 
@@ -61,7 +65,7 @@ def codec_number(name: CodecName) -> int:
 
 def is_exact(number: int) -> bool:
     """Whether a codec gives back every bit."""
-    return number in (RAW, LOSSLESS, DENSE)
+    return number in EXACT
 
 
 def more_precise(number: int) -> int:

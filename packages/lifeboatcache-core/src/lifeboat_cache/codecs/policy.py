@@ -53,6 +53,8 @@ class CodecPolicy:
         What has gone through which codec.
     guard
         Compares blocks with what is stored of them.
+    exact
+        Whether only blocks may be served that are stored without loss.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class CodecPolicy:
         self._live = config if isinstance(config, LiveConfig) else None
         self._fixed = config if isinstance(config, Config) else None
         self._native = native
+        loaded = config.config if isinstance(config, LiveConfig) else config
+        self.exact = native and loaded.engine.native_codec == "exact"
         self._home = home
         self._target: Target | None = None
         self.counts = CodecCounts()
@@ -72,6 +76,7 @@ class CodecPolicy:
         """One that stores all KV with one codec, and watches nothing."""
         policy = cls.__new__(cls)
         policy._live, policy._fixed, policy._native = None, None, False
+        policy.exact = False
         policy._home = policy._target = None
         policy.counts = CodecCounts()
         policy.guard = Guard(active=False)

@@ -456,12 +456,12 @@ class Engine(Section):
     )
     native_codec: Annotated[
         Literal["exact", "ladder"],
-        Key(allowed="exact or ladder", example="exact", restart=False),
+        Key(allowed="exact or ladder", example="exact"),
     ] = Field(
         default="exact",
         description="How KV of vLLM's native mode is stored. `exact`: without loss, raw or "
-        "compressed, whichever restores faster on the target. `ladder`: as `compression.ladder` "
-        "says; recurrent state stays exact.",
+        "compressed, whichever restores faster on the target; what others have stored with loss is not "
+        "used. `ladder`: as `compression.ladder` says; recurrent state stays exact.",
     )
     io_workers: Annotated[
         int,

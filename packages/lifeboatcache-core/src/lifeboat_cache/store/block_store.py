@@ -993,7 +993,7 @@ class BlockStore:
             writer = self._writer
             if writer is not None and page.writer == writer.writer:
                 continue  # started just now; what it stores is in the index already
-            usable = servable(page.entries, self._integrity_key)
+            usable = servable(page.entries, self._integrity_key, exact=self._policy.exact)
             self._index.insert(page.writer, page.entries[usable])
             if page.bad:
                 self._counters.add(bad_entries=page.bad)

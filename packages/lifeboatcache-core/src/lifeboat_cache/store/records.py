@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import KNOWN_ALGORITHMS, usable_algorithms
 from lifeboat_cache.clock import coarse_time
-from lifeboat_cache.codecs.names import CODECS, RAW
+from lifeboat_cache.codecs.names import CODECS, EXACT, RAW
 from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index_answers import Touched
@@ -100,9 +100,21 @@ def readable(entries: Entries) -> npt.NDArray[np.bool_]:
     return usable
 
 
-def servable(entries: Entries, key: bytes | None) -> npt.NDArray[np.bool_]:
-    """Which entries a store may trust that has an integrity key, or none."""
+def servable(entries: Entries, key: bytes | None, *, exact: bool = False) -> npt.NDArray[np.bool_]:
+    """Which entries a store may use.
+
+    Parameters
+    ----------
+    entries
+        ``ENTRY`` array ``(n,)``.
+    key
+        Its integrity key, if it has one: it trusts nothing else.
+    exact
+        Whether it may serve only what is stored without loss.
+    """
     trusted = np.isin(entries["algorithm"], list(usable_algorithms(key)))
+    if exact:
+        trusted &= np.isin(entries["codec"], list(EXACT))
     usable: npt.NDArray[np.bool_] = readable(entries) & (
         (entries["kind"] == KIND_TOMBSTONE) | trusted
     )

@@ -1,0 +1,121 @@
+"""A real vLLM server whose KV is on the ladder of codecs, which is changed while it runs."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from long_prompt import long_prompt
+from stored import journal_entries, stored_files
+from test_vllm_restart import CHUNK, PROMPT, Launches, full_chunks, wait_until_stored
+from vllm_server import Completion, StartServer
+
+from lifeboat_cache.codecs.names import EXACT, FP8, LBQ4
+from lifeboat_cache.format.journal import KIND_RECORD
+
+pytestmark = pytest.mark.engine
+
+#: What a configuration file that has changed takes until it is followed, in seconds, at most.
+_FOLLOWED_S = 30.0
+
+
+def _ladder(codec: str) -> str:
+    # native_cpu_gb as in Launches.configure, which this replaces.
+    return (
+        "engine: {native_cpu_gb: 0.5, native_codec: ladder}\n"
+        "agent: {autostart: false}\n"
+        f"compression: {{ladder: {{local: {codec}}}}}\n"
+    )
+
+
+def _stored(home: Path) -> list[tuple[int, int, int, int]]:
+    """Position, codec, stored and raw length of each record, in the order of their storing."""
+    return [
+        (
+            int(entry["position"]),
+            int(entry["codec"]),
+            int(entry["stored_length"]),
+            int(entry["raw_length"]),
+        )
+        for journal in stored_files(home, "journal")
+        for entry in journal_entries(journal)
+        if entry["kind"] == KIND_RECORD
+    ]
+
+
+def _divergence(one: Completion, other: Completion) -> tuple[float, int]:
+    """Mean KL divergence over the tokens that both texts begin with, and how many these are.
+
+    From the most probable tokens; what is not among the other's counts as its least.
+    """
+    total, count = 0.0, 0
+    for p, q in zip(one.top_logprobs, other.top_logprobs, strict=False):
+        least = min(q.values())
+        total += sum(math.exp(lp) * (lp - q.get(token, least)) for token, lp in p.items())
+        count += 1
+        if max(p, key=lambda token: p[token]) != max(q, key=lambda token: q[token]):
+            break
+    return total / max(count, 1), count
+
+
+def test_restored_kv_is_close_and_the_ladder_changes_while_the_server_runs(
+    start_server: StartServer, home: Path
+) -> None:
+    launch = Launches(start_server, home)
+    (home / "lifeboat.yaml").write_text(_ladder("fp8"))
+    other = long_prompt(9, seed=5)
+
+    first = launch()
+    cold = first.complete(PROMPT)
+    repeat = first.complete(PROMPT, logprobs=20)
+    chunks = full_chunks(cold)
+    wait_until_stored(first, chunks)
+    stored = _stored(home)
+    assert [codec for _, codec, _, _ in stored] == [FP8] * chunks
+    assert all(raw > 1.9 * size for _, _, size, raw in stored)
+
+    (home / "lifeboat.yaml").write_text(_ladder("lbq4"))
+    time.sleep(_FOLLOWED_S)
+    more = full_chunks(first.complete(other))
+    assert more >= 2
+    wait_until_stored(first, chunks + more)
+    fresh = sorted(_stored(home)[chunks:])
+    # The first block of a sequence is looked at from everywhere: it is kept more precisely.
+    assert [codec for _, codec, _, _ in fresh] == [FP8] + [LBQ4] * (more - 1)
+    first.stop(signal.SIGKILL)
+
+    second = launch()
+    restored = second.complete(PROMPT, logprobs=20)
+    assert restored.cached_tokens >= 0.95 * chunks * CHUNK
+    assert second.metric("lifeboat_load_blocks_failed_total") == 0
+    divergence, same = _divergence(repeat, restored)
+    assert divergence < 0.02
+    assert same >= 8
+    assert second.complete(other).cached_tokens == more * CHUNK
+    second.stop(signal.SIGINT)
+
+
+@pytest.mark.full
+def test_an_exact_server_takes_nothing_that_was_stored_with_loss(
+    start_server: StartServer, home: Path
+) -> None:
+    launch = Launches(start_server, home)
+    (home / "lifeboat.yaml").write_text(_ladder("fp8"))
+    first = launch()
+    chunks = full_chunks(first.complete(PROMPT))
+    wait_until_stored(first, chunks)
+    first.stop(signal.SIGKILL)
+    launch.configure("")
+    second = launch()
+    assert second.complete(PROMPT).cached_tokens == 0
+    wait_until_stored(second, chunks)
+    second.stop(signal.SIGKILL)
+    assert {codec for _, codec, _, _ in _stored(home)[chunks:]} <= EXACT
+    # The other way round everything is good enough.
+    (home / "lifeboat.yaml").write_text(_ladder("fp8"))
+    third = launch()
+    assert third.complete(PROMPT).cached_tokens >= 0.95 * chunks * CHUNK
+    third.stop(signal.SIGINT)
