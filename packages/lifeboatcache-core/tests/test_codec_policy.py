@@ -91,7 +91,8 @@ def test_native_mode_is_exact_until_it_is_told_to_take_the_ladder(home: Path) ->
     assert again.choose(KV).codec == LBQ4
     assert not again.exact
     assert not other.exact
-    assert native.facts()["mode"] == "ladder"
+    assert native.facts()["mode"] == "exact"
+    assert again.facts()["mode"] == "ladder"
 
 
 def test_what_was_measured_decides(home: Path, tmp_path: Path, measured: None) -> None:
