@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from codec_peers import PEERS, Peer
+from codec_peers import Peer, peer_of
 from kv_blocks import layout_of, real_looking
 
 from lifeboat_cache import kernels
@@ -166,28 +166,28 @@ def together(works: Sequence[Callable[[], None]]) -> float:
         begin = time.perf_counter()
         works[0]()
         return time.perf_counter() - begin
-    gate = threading.Barrier(len(works) + 1)
+    gate = threading.Barrier(len(works))
+    times: list[tuple[float, float]] = []
     errors: list[BaseException] = []
 
     def run(work: Callable[[], None]) -> None:
         scratch()
         gate.wait()
+        begin = time.perf_counter()
         try:
             work()
         except BaseException as error:
             errors.append(error)
+        times.append((begin, time.perf_counter()))
 
     workers = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
     for worker in workers:
         worker.start()
-    gate.wait()
-    begin = time.perf_counter()
     for worker in workers:
         worker.join()
-    seconds = time.perf_counter() - begin
     if errors:
         raise errors[0]
-    return seconds
+    return max(end for _, end in times) - min(begin for begin, _ in times)
 
 
 def check(codec: int, share: Share) -> None:
@@ -216,7 +216,7 @@ def bench_codec(
 ) -> None:
     """Rows of one codec, in one thread and in one for each core."""
     dtype = layout.tensors[0].dtype
-    peer = PEERS.get(codec_name(codec))
+    peer = peer_of(codec_name(codec), dtype)
     cores = os.cpu_count() or 1
     for threads in sorted({1, cores}):
         dealt = shares(codec, source, target, layout, threads)
