@@ -24,10 +24,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from lifeboat_cache.config import Config, load_config
 from lifeboat_cache.integrations import vllm_namespace, vllm_selftest, vllm_selftest_engine
 from lifeboat_cache.integrations.vllm_selftest_interface import hook_problems, interface_problems
-from lifeboat_cache.integrations.vllm_selftest_place import scratch_parent
 from lifeboat_cache.integrations.vllm_tier import LifeboatTier
 from lifeboat_cache.interface import Namespace
 from lifeboat_cache.selftest import Report, Step
+from lifeboat_cache.selftest.place import scratch_parent
 
 CODE = "import sys; from lifeboat_cache.cli.main import main; sys.exit(main())"
 AFTER_STORE = ("restore in another process", "another identity", "flipped byte", "failed load")

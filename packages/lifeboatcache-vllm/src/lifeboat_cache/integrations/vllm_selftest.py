@@ -35,15 +35,15 @@ from lifeboat_cache.integrations.vllm_selftest_engine import (
     offload_keys,
     shared_memory_of,
 )
-from lifeboat_cache.integrations.vllm_selftest_place import (
+from lifeboat_cache.integrations.vllm_versions import describe_tested, is_tested
+from lifeboat_cache.selftest import Report, Step
+from lifeboat_cache.selftest.place import (
     KeptLog,
     environment,
     make_home,
     scratch_parent,
     write_config,
 )
-from lifeboat_cache.integrations.vllm_versions import describe_tested, is_tested
-from lifeboat_cache.selftest import Report, Step
 
 __all__ = ["run"]
 
