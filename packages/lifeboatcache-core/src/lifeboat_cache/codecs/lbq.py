@@ -12,11 +12,12 @@ from lifeboat_cache.codecs.layout import TensorLayout
 from lifeboat_cache.errors import FormatError
 from lifeboat_cache.kernels import codec_layout as columns
 from lifeboat_cache.kernels import lbq_tables as tables
-from lifeboat_cache.kernels.lbq_tables import CENTRED
+from lifeboat_cache.kernels.lbq_tables import CENTRED, FIRST, TURNING
 
-__all__ = ["CENTRED", "Lbq"]
+__all__ = ["CENTRED", "FIRST", "TURNING", "Lbq"]
 
 _MOST_DIM = 4096
+_MOST_CHANNELS = 1 << 16
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[Any]
@@ -79,6 +80,7 @@ class Lbq:
             and tensor.role not in ("state", "opaque")
             and tensor.dim % 16 == 0
             and tensor.dim <= _MOST_DIM
+            and tensor.heads * tensor.dim <= _MOST_CHANNELS
         )
 
     def fixed_bytes(self, tensor: TensorLayout, bits: int) -> int | None:
@@ -87,28 +89,34 @@ class Lbq:
 
     def most_bytes(self, tensor: TensorLayout, bits: int) -> int:
         """What follows from the shape."""
-        width, centred = _width(tensor, bits)
-        means = 2 * tensor.heads * tensor.dim if centred else 0
+        width = _width(tensor, bits)
+        channels = tensor.heads * tensor.dim
         units = tensor.vectors * (tensor.dim // tables.unit_of(tensor.dim))
-        return 1 + means + units + tensor.vectors * tensor.dim * width // 8
+        return (
+            1
+            + (2 + 2 * tensor.dim if bits & TURNING else 0)
+            + (2 * channels if bits & CENTRED else 0)
+            + units
+            + tensor.vectors * tensor.dim * width // 8
+            + (channels * tensor.item_bytes if bits & FIRST else 0)
+        )
 
     def encode(
         self, tensor: TensorLayout, payload: npt.NDArray[np.uint8], bits: int
     ) -> npt.NDArray[np.uint8]:
         """See :class:`lifeboat_cache.codecs.coder.Coder`."""
-        width, centred = _width(tensor, bits)
+        width = _width(tensor, bits)
         unit = tables.unit_of(tensor.dim)
         group = tables.group_of(unit)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = _as_floats(tensor.dtype, tensor.gather(payload))
+        elements = tensor.gather(payload)
+        first = 1 if bits & FIRST else 0
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            values = _as_floats(tensor.dtype, elements)
             finite = np.isfinite(values)
+            finite[:first] = False
             values = np.where(finite, values, np.float32(0))
-            parts = []
-            means = np.zeros((tensor.heads, tensor.dim), dtype=np.uint16)
-            if centred:
-                means = _means(values, finite)
-                parts.append(means.reshape(-1).view(np.uint8))
-            rest = _clamped(values - _wide(means), _MOST)
+            parts, means = _taken_off(values, finite, first, bits)
+            rest = _clamped(values - means, _MOST)
         units = np.where(finite, rest, np.float32(0)).reshape(-1, unit)
         # Every unit by a power of two that makes its largest element about 1.
         most = np.abs(units).max(axis=1)
@@ -123,7 +131,6 @@ class Lbq:
         scales = np.where(most > 0, np.minimum(scales - lifted, 16 * 254 + 15), 0)
         top = max(int(scales.max()) >> 4, 16)
         codes = np.maximum(scales - 16 * (top - 15), 0)
-        parts.insert(0, np.array([top], dtype=np.uint8))
         parts.append(codes.astype(np.uint8))
         raised_scales = ((scales + lifted) << 19).astype(np.int32).view(np.float32)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -131,7 +138,8 @@ class Lbq:
         by = np.where(codes > 0, by, np.float32(0))
         rotated = _rotate(units * _signs(unit), group, mixed_last=True) * by[:, None]
         parts.append(_quantise(rotated, width).reshape(-1))
-        return np.concatenate(parts)
+        parts.append(elements[:first].reshape(-1))
+        return np.concatenate((np.array([top], dtype=np.uint8), *parts))
 
     def decode(
         self,
@@ -141,7 +149,7 @@ class Lbq:
         bits: int,
     ) -> int:
         """See :class:`lifeboat_cache.codecs.coder.Coder`."""
-        width, centred = _width(tensor, bits)
+        width = _width(tensor, bits)
         unit = tables.unit_of(tensor.dim)
         group = tables.group_of(unit)
         size = self.most_bytes(tensor, bits)
@@ -149,34 +157,39 @@ class Lbq:
             raise FormatError("a stored tensor is cut short: it is computed again")
         if stored[0] < 16:
             raise FormatError("the exponent of a stored tensor is wrong: it is computed again")
-        at = 1
-        means = np.zeros((tensor.heads, tensor.dim), dtype=np.uint16)
-        if centred:
-            means = stored[1 : 1 + 2 * means.size].copy().view("<u2").reshape(means.shape)
-            at += 2 * means.size
+        with np.errstate(over="ignore", invalid="ignore"):
+            at, means = _added(stored, tensor, bits)
         units = tensor.vectors * (tensor.dim // unit)
         codes = stored[at : at + units].astype(np.int32)
         scales = np.minimum(codes + 16 * (int(stored[0]) - 15), 16 * 254 + 15)
         scales = np.where(codes > 0, scales, 0)
         by = (scales << 19).astype(np.int32).view(np.float32) * _over_root(group)
-        levels = _levels(stored[at + units : size].reshape(units, -1), unit, width)
+        end = at + units + tensor.vectors * tensor.dim * width // 8
+        levels = _levels(stored[at + units : end].reshape(units, -1), unit, width)
         with np.errstate(over="ignore", invalid="ignore"):
             rotated = _rotate(levels, group, mixed_last=False)
             values = rotated * (by[:, None] * _signs(unit))
-            values = values.reshape(tensor.tokens, tensor.heads, tensor.dim) + _wide(means)
-        values = _clamped(values, _LARGEST[tensor.dtype])
-        tensor.scatter(_as_elements(tensor.dtype, values), payload)
+            values = values.reshape(tensor.tokens, tensor.heads, tensor.dim) + means
+        elements = _as_elements(tensor.dtype, _clamped(values, _LARGEST[tensor.dtype]))
+        if bits & FIRST:
+            elements[0] = stored[end:size].reshape(elements.shape[1:])
+        tensor.scatter(elements, payload)
         return size
 
 
-def _width(tensor: TensorLayout, bits: int) -> tuple[int, bool]:
-    width, centred = bits & tables.WIDTH_MASK, bits & ~tables.WIDTH_MASK
-    if not Lbq().takes(tensor) or width not in tables.WIDTHS or centred not in (0, CENTRED):
+def _width(tensor: TensorLayout, bits: int) -> int:
+    width, more = bits & tables.WIDTH_MASK, bits & ~tables.WIDTH_MASK
+    if (
+        not Lbq().takes(tensor)
+        or width not in tables.WIDTHS
+        or more & ~(CENTRED | FIRST | TURNING)
+        or (more & TURNING and (not more & CENTRED or tensor.dim % 32))
+    ):
         raise ValueError(
             f"lbq does not store {tensor.role} of {tensor.dtype} in vectors of {tensor.dim} with "
-            f"bits {bits}: it takes 2, 3 or 4 ({CENTRED} more to centre) and multiples of 16"
+            f"bits {bits}: see lifeboat_cache.codecs.lbq.Lbq for what it takes"
         )
-    return width, centred != 0
+    return width
 
 
 def _as_floats(dtype: str, elements: npt.NDArray[np.uint8]) -> Floats:
@@ -209,15 +222,180 @@ def _clamped(values: Floats, most: np.float32) -> Floats:
     return np.where(values > -most, values, -most)
 
 
-def _means(values: Floats, finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint16]:
-    """uint16 ``(heads, dim)``: means over the tokens where they are finite, as bfloat16."""
-    total = np.zeros(values.shape[1:], dtype=np.float32)
-    count = np.zeros(values.shape[1:], dtype=np.float32)
-    for token in range(values.shape[0]):
-        total = total + values[token]
-        count = count + finite[token].astype(np.float32)
-    means = total / np.maximum(count, np.float32(1))
+def _total(numbers: Floats) -> Floats:
+    """Sum along the first axis, from zero on, one after the other."""
+    total: Floats = np.cumsum(numbers, axis=0, dtype=np.float32)[-1] + np.float32(0)
+    return total
+
+
+def _usable(means: Floats) -> npt.NDArray[np.uint16]:
+    """Means as bfloat16; 0 where they are not finite."""
     return _narrow(np.where(np.abs(means) <= _LARGEST["bfloat16"], means, np.float32(0)))
+
+
+def _taken_off(
+    values: Floats, finite: npt.NDArray[np.bool_], first: int, bits: int
+) -> tuple[list[npt.NDArray[np.uint8]], Floats]:
+    """How what is taken off is stored, and what it is: ``(tokens or 1, heads, dim)``."""
+    tokens, heads, dim = values.shape
+    if not bits & CENTRED:
+        return [], np.zeros((1, heads, dim), dtype=np.float32)
+    one = np.float32(1)
+    if not bits & TURNING:
+        count = np.maximum(_total(finite.astype(np.float32)), one)
+        mean = np.divide(_total(values), count, dtype=np.float32)
+        stored = _usable(mean)
+        return [stored.reshape(-1).view(np.uint8)], _wide(stored)[None]
+    whole = bool(finite[first:].all()) and tokens - first >= 2
+    distance = _distance(values[first:, :1]) if whole else dim // 2
+    pairs = _pairs(values, distance)
+    count = np.maximum(_total(_pairs(finite.astype(np.float32), distance)), one)
+    still = np.divide(_total(pairs), count, dtype=np.float32)
+    step: npt.NDArray[np.int16] = np.zeros((2, dim // 2), dtype=np.int16)
+    step[0] = tables.UNITY
+    means = still
+    if whole:
+        turns = _turns(pairs[first:])
+        turning = _projected(pairs[first:], _phases(turns, tokens)[first:])
+        better = _energy(turning) > _energy(still)
+        step = np.where(better, turns, step).astype(np.int16)
+        means = np.where(better, turning, still)
+    stored = _usable(means)
+    parts = [
+        np.array([distance], dtype="<u2").view(np.uint8),
+        step.astype("<i2").reshape(-1).view(np.uint8),
+        stored.reshape(-1).view(np.uint8),
+    ]
+    return parts, _turned(_wide(stored), step, tokens, distance)
+
+
+def _added(stored: npt.NDArray[np.uint8], tensor: TensorLayout, bits: int) -> tuple[int, Floats]:
+    """Where in a stored tensor scales begin, and the means: ``(tokens or 1, heads, dim)``."""
+    heads, dim = tensor.heads, tensor.dim
+    at = 1
+    if not bits & CENTRED:
+        return at, np.zeros((1, heads, dim), dtype=np.float32)
+    distance, step = 0, np.zeros((2, 0), dtype=np.int16)
+    if bits & TURNING:
+        distance = int(stored[1]) | int(stored[2]) << 8
+        if distance not in tables.distances_of(dim):
+            raise FormatError("channels of a stored tensor are wrong: it is computed again")
+        step = stored[3 : 3 + 2 * dim].copy().view("<i2").reshape(2, dim // 2)
+        at += 2 + 2 * dim
+    means = _wide(stored[at : at + 2 * heads * dim].copy().view("<u2"))
+    at += 2 * heads * dim
+    if not bits & TURNING:
+        return at, means.reshape(1, heads, dim)
+    means = means.reshape(heads, 2, dim // 2)
+    return at, _turned(means, step, tensor.tokens, distance)
+
+
+def _pairs(values: Floats, distance: int) -> Floats:
+    """``(tokens, heads, 2, dim / 2)``: channels and those that turn with them."""
+    tokens, heads, dim = values.shape
+    blocks = values.reshape(tokens, heads, dim // (2 * distance), 2, distance)
+    return np.ascontiguousarray(blocks.transpose(0, 1, 3, 2, 4)).reshape(tokens, heads, 2, -1)
+
+
+def _unpaired(pairs: Floats, distance: int) -> Floats:
+    """The contrary."""
+    tokens, heads = pairs.shape[:2]
+    blocks = pairs.reshape(tokens, heads, 2, -1, distance).transpose(0, 1, 3, 2, 4)
+    return np.ascontiguousarray(blocks).reshape(tokens, heads, -1)
+
+
+def _distance(values: Floats) -> int:
+    """The distance of channels with which turning means take most off the first head."""
+    best, most = 0, -1.0
+    for distance in tables.distances_of(values.shape[2]):
+        pairs = _pairs(values, distance)
+        turns = _turns(pairs)
+        turning = _energy(_projected(pairs, _phases(turns, pairs.shape[0])))
+        mean: Floats = _total(pairs) / np.float32(pairs.shape[0])
+        still = _energy(mean)
+        energies = np.where(turning > still, turning, still).astype(np.float64)
+        total = float(np.cumsum(energies)[-1])
+        if total > most:
+            best, most = distance, total
+    return best or values.shape[2] // 2
+
+
+def _turns(pairs: Floats) -> npt.NDArray[np.int16]:
+    """int16 ``(2, dim / 2)``: cosine and sine by which each pair turns from token to token.
+
+    The angle between tokens at a small distance is rough, but tells which of the angles is
+    right that a larger distance leaves open.
+    """
+    tokens = pairs.shape[0]
+    cosine = sine = np.zeros(0)
+    for lag in tables.LAGS:
+        if lag >= tokens:
+            break
+        x0, y0 = pairs[:-lag, :, 0], pairs[:-lag, :, 1]
+        x1, y1 = pairs[lag:, :, 0], pairs[lag:, :, 1]
+        across = _total(_heads_first(x1 * x0 + y1 * y0)).astype(np.float64)
+        along = _total(_heads_first(y1 * x0 - x1 * y0)).astype(np.float64)
+        size = np.sqrt(across * across + along * along)
+        usable = (size > 0) & (size < np.inf)
+        across = np.where(usable, across / size, 1.0)
+        along = np.where(usable, along / size, 0.0)
+        if lag == 1:
+            cosine, sine = across, along
+            continue
+        far_cosine, far_sine, reached = cosine, sine, 1
+        while reached < lag:
+            far_cosine, far_sine = (
+                far_cosine * far_cosine - far_sine * far_sine,
+                2.0 * far_cosine * far_sine,
+            )
+            reached *= 2
+        ahead = across * far_cosine + along * far_sine
+        off = along * far_cosine - across * far_sine
+        off = np.where(ahead > 0, off, np.where(off > 0, 1.0, -1.0))
+        off = np.where(usable, off, 0.0) / lag
+        cosine, sine = cosine - off * sine, sine + off * cosine
+        size = np.sqrt(cosine * cosine + sine * sine)
+        cosine, sine = cosine / size, sine / size
+    both = np.stack((cosine, sine)) * tables.UNITY + 32768.5
+    return (both.astype(np.int64) - 32768).astype(np.int16)
+
+
+def _heads_first(numbers: Floats) -> Floats:
+    """``(tokens, heads, n)`` as ``(heads * tokens, n)``."""
+    return numbers.transpose(1, 0, 2).reshape(-1, numbers.shape[2])
+
+
+def _phases(turns: npt.NDArray[np.int16], tokens: int) -> Floats:
+    """float32 ``(tokens, 2, dim / 2)``: cosine and sine at each token, from 1 and 0 on."""
+    c, s = turns.astype(np.float32) / np.float32(tables.UNITY)
+    phases = np.empty((tokens, 2, turns.shape[1]), dtype=np.float32)
+    cosine, sine = np.ones_like(c), np.zeros_like(s)
+    for token in range(tokens):
+        phases[token, 0], phases[token, 1] = cosine, sine
+        cosine, sine = cosine * c - sine * s, cosine * s + sine * c
+    return phases
+
+
+def _projected(pairs: Floats, phases: Floats) -> Floats:
+    """float32 ``(heads, 2, dim / 2)``: means of pairs turned back."""
+    x, y = pairs[:, :, 0], pairs[:, :, 1]
+    c, s = phases[:, None, 0], phases[:, None, 1]
+    totals = np.stack((_total(x * c + y * s), _total(y * c - x * s)), axis=1)
+    means: Floats = totals / np.float32(pairs.shape[0])
+    return means
+
+
+def _energy(means: Floats) -> Floats:
+    """float32 ``(dim / 2,)``: of all heads together."""
+    return _total(means[:, 0] * means[:, 0] + means[:, 1] * means[:, 1])
+
+
+def _turned(means: Floats, step: npt.NDArray[np.int16], tokens: int, distance: int) -> Floats:
+    """float32 ``(tokens, heads, dim)``: means at each token."""
+    phases = _phases(step, tokens)
+    x, y = means[None, :, 0], means[None, :, 1]
+    c, s = phases[:, None, 0], phases[:, None, 1]
+    return _unpaired(np.stack((x * c - y * s, y * c + x * s), axis=2), distance)
 
 
 def _root(group: int) -> np.float32:

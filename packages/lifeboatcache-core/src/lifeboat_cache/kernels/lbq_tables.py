@@ -12,24 +12,38 @@ from __future__ import annotations
 __all__ = [
     "CENTRED",
     "CHUNK",
+    "FIRST",
+    "LAGS",
     "LEVELS",
     "ORDERS",
     "SHUFFLES",
     "SIGNS",
     "STAGES",
     "STATES",
+    "TURNING",
+    "UNITY",
     "WIDTHS",
     "WIDTH_MASK",
+    "distances_of",
     "exchanges",
     "group_of",
     "subset_of",
     "unit_of",
 ]
 
-#: ``ROW_BITS`` is one of the widths, and 16 more if each channel's mean is taken off.
+#: ``ROW_BITS`` is one of the widths, and more for each of these: means are taken off; the
+#: first token is kept as it is; means turn from token to token, which only ``CENTRED`` have.
 WIDTHS = (2, 3, 4)
 WIDTH_MASK = 15
 CENTRED = 16
+FIRST = 32
+TURNING = 64
+
+#: How far apart tokens are whose angles are compared to find out how means turn.
+LAGS = (1, 4, 16, 64)
+
+#: What a cosine or sine of 1 is stored as.
+UNITY = 32767
 
 #: The positive levels of each width, ascending, for elements of variance 1.
 LEVELS: dict[int, tuple[float, ...]] = {
@@ -56,6 +70,11 @@ def unit_of(dim: int) -> int:
         if dim % unit == 0:
             return unit
     return dim
+
+
+def distances_of(dim: int) -> tuple[int, ...]:
+    """How far apart the two channels may be that turn together."""
+    return (dim // 2, 1, dim // 4) if dim % 64 == 0 else (dim // 2, 1)
 
 
 def group_of(unit: int) -> int:

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["bytes_at", "words_at"]
+__all__ = ["bytes_at", "float32_at", "float64_at", "int16_at", "words_at"]
 
 
 def _pointer_to(element: Any) -> Any:
@@ -28,3 +28,12 @@ words_at = intrinsic(_pointer_to(types.int64))
 
 #: Pointer to the bytes at an address.
 bytes_at = intrinsic(_pointer_to(types.uint8))
+
+#: Pointer to the 16-bit signed integers at an address.
+int16_at = intrinsic(_pointer_to(types.int16))
+
+#: Pointer to the float32 numbers at an address.
+float32_at = intrinsic(_pointer_to(types.float32))
+
+#: Pointer to the float64 numbers at an address.
+float64_at = intrinsic(_pointer_to(types.float64))
