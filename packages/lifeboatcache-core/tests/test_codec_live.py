@@ -152,7 +152,9 @@ def test_the_next_blocks_follow_the_file_and_the_earlier_ones_stay_readable(
     assert store._policy.choose(LAYOUT).codec == RAW
 
 
-def test_native_stores_are_exact_whatever_the_ladder_says(home: Path, open_store: Open) -> None:
+def test_native_stores_are_exact_whatever_the_ladder_says(
+    home: Path, open_store: Open, capsys: pytest.CaptureFixture[str]
+) -> None:
     configure(home, "lbq2")
     store = open_store(native=True)
     blocks, payloads = batch("native")
@@ -162,7 +164,15 @@ def test_native_stores_are_exact_whatever_the_ladder_says(home: Path, open_store
     assert np.array_equal(out, payloads)
     assert store._policy.choose(LAYOUT).codec in (RAW, LOSSLESS)
     configure(home, "fp8", "engine: {native_codec: ladder}\n")
-    until(lambda: store._policy.choose(LAYOUT).codec == FP8, "the change")
+
+    def shown() -> bool:
+        (engine,) = status(capsys)["processes"]
+        return bool(engine["config"]["restart"] == ["engine.native_codec"])
+
+    until(shown, "the change")
+    assert store._policy.choose(LAYOUT).codec in (RAW, LOSSLESS)
+    store.close()
+    assert open_store(native=True)._policy.choose(LAYOUT).codec == FP8
 
 
 def test_a_codec_that_the_guard_rules_out_gives_way(
@@ -188,7 +198,7 @@ def test_a_codec_that_the_guard_rules_out_gives_way(
     def shown() -> bool:
         (engine,) = status(capsys)["processes"]
         (choice,) = engine["codecs"]["choices"]
-        return "but the error of fp8 is 0.5" in choice["reason"]
+        return "but fp8 changes attention by 50 % here" in choice["reason"]
 
     until(shown, "the reason")
     document = status(capsys)

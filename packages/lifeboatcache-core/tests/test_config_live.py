@@ -48,13 +48,15 @@ def test_live_keys_follow_the_file_and_the_others_stay(
         assert not live.look(), "it is applied once"
     assert live.config.compression.ladder.local == "lbq4"
     assert live.config.compression.lossless_8bit == "on"
-    assert live.config.engine.native_codec == "ladder"
+    assert live.config.engine.native_codec == "exact"
     assert live.config.engine.io_workers == 3
     assert live.config.storage == before.storage
-    assert live.restart == ("storage.tiers", "engine.io_workers")
+    assert live.restart == ("storage.tiers", "engine.native_codec", "engine.io_workers")
     assert before.compression.ladder.local == "fp8", "who has it keeps it as it was"
     (line,) = [r.getMessage() for r in caplog.records]
-    assert line.endswith("restart the engine to apply storage.tiers, engine.io_workers")
+    assert line.endswith(
+        "restart the engine to apply storage.tiers, engine.native_codec, engine.io_workers"
+    )
     write(file, "engine: {io_workers: 3}\n")
     assert live.look()
     assert live.restart == ()
@@ -115,7 +117,6 @@ def test_live_keys_are_those_that_the_reference_calls_live(home: Path) -> None:
     assert live == {
         "compression.ladder.local",
         "compression.lossless_8bit",
-        "engine.native_codec",
         "eviction.policy",
         "telemetry.prometheus.host",
         "telemetry.prometheus.port",
