@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from long_prompt import long_prompt
 from stored import journal_entries, stored_files
-from test_vllm_restart import CHUNK, PROMPT, Launches, full_chunks, wait_until_stored
+from vllm_launches import CHUNK, PROMPT, Launches, full_chunks, wait_until_stored
 from vllm_server import Completion, StartServer
 
 from lifeboat_cache.codecs.names import EXACT, FP8, LBQ4
