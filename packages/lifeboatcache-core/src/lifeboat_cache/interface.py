@@ -8,6 +8,7 @@ minor number.
 from __future__ import annotations
 
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
+from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.errors import InterfaceError
 from lifeboat_cache.job import Job
 from lifeboat_cache.keys import block_keys, tag
@@ -25,10 +26,12 @@ __all__ = [
     "BlockStore",
     "CounterSnapshot",
     "Job",
+    "KVLayout",
     "Lookup",
     "Namespace",
     "Outcome",
     "State",
+    "TensorLayout",
     "block_keys",
     "open_block_store",
     "require_interface",
@@ -36,7 +39,7 @@ __all__ = [
 ]
 
 #: (major, minor) of this module.
-INTERFACE_VERSION = (1, 1)
+INTERFACE_VERSION = (1, 2)
 
 
 def require_interface(major: int, minor: int, adapter: str) -> None:

@@ -460,8 +460,8 @@ class Engine(Section):
     ] = Field(
         default="exact",
         description="How KV of vLLM's native mode is stored. `exact`: without loss, raw or "
-        "compressed, whichever restores faster on the target; what others have stored with loss is not "
-        "used. `ladder`: as `compression.ladder` says; recurrent state stays exact.",
+        "compressed, whichever restores faster on the target; what others have stored with loss "
+        "is not used. `ladder`: as `compression.ladder` says; recurrent state stays exact.",
     )
     io_workers: Annotated[
         int,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lifeboat_cache.codecs.layout import ITEM_BYTES, DType, KVLayout, Role, TensorLayout
+from lifeboat_cache.codecs.layout import ITEM_BYTES, DType, Role
+from lifeboat_cache.interface import KVLayout, TensorLayout
 
 __all__ = ["UnknownLayoutError", "chunk_layouts"]
 

@@ -34,7 +34,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.config import load_config
 from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.engines.guard import guarded
@@ -52,6 +51,7 @@ from lifeboat_cache.interface import (
     BlockBuffers,
     BlockStore,
     Job,
+    KVLayout,
     Lookup,
     Namespace,
     Outcome,
@@ -158,7 +158,7 @@ class LifeboatTier(SecondaryTierManager):
             show_stand_down("it could not start: see the log, and report this")
 
     def _begin(self, config: Path | None) -> None:
-        require_interface(1, 0, "lifeboatcache-vllm")
+        require_interface(1, 2, "lifeboatcache-vllm")
         handed = engine_config(self._offloading_spec.config.engine_id)
         if handed is not None:
             # Of this engine: others of the process may apply the same adapters otherwise.
