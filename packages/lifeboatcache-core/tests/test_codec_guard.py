@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from lifeboat_cache import kernels
 from lifeboat_cache.codecs import guard as guard_module
 from lifeboat_cache.codecs.guard import LIMITS, Guard
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
@@ -74,6 +75,7 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> Codec:
     monkeypatch.setattr(guard_module, "coded_layout", codec.coded)
     monkeypatch.setattr(guard_module, "encode_block", codec.encode)
     monkeypatch.setattr(guard_module, "decode_block", codec.decode)
+    monkeypatch.setattr(kernels, "_ready", True)
     monkeypatch.setattr(guard_module, "_PAUSE_S", 0.0)
     monkeypatch.setattr(guard_module, "_SHARE", 0)
     return codec
@@ -201,6 +203,12 @@ def test_a_fault_of_ours_ends_the_guard_and_nothing_else(
 def test_raw_needs_no_guard(guard: Guard) -> None:
     assert not guard.wants(RAW)
     assert guard.wants(FP8)
+
+
+def test_without_kernels_nothing_is_compared(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert guard.wants(FP8)
+    monkeypatch.setattr(kernels, "_ready", False)
+    assert not guard.wants(FP8)
 
 
 def test_it_takes_one_sample_at_a_time(guard: Guard, codec: Codec) -> None:

@@ -186,6 +186,13 @@ def test_until_something_is_measured() -> None:
     assert f"the target reads {DEFAULT_READ / GB:.3g} GB/s assumed" in choice.reason
 
 
+@pytest.mark.parametrize("name", [*CODEC_NAMES, "auto"])
+def test_without_kernels_nothing_is_compressed(name: str) -> None:
+    ladder = Ladder(settings(name, "on"), rates=rates(0.1), compiled=False)
+    for one in (KV, KV8, STATE, UNKNOWN):
+        assert ladder.choose(one).codec == RAW
+
+
 def test_the_first_block_of_a_sequence_is_more_precise() -> None:
     choice = Ladder(settings("lbq3")).choose(KV)
     assert (choice.first, choice.first_tokens) == (FP8, 256)

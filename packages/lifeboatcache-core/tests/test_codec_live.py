@@ -31,6 +31,8 @@ from lifeboat_cache.interface import (
 )
 from lifeboat_cache.store import block_store
 
+pytestmark = pytest.mark.usefixtures("kernels_on")
+
 SIZE = 2 * 64 * 4 * 64 * 2
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lifeboat_cache import kernels
 from lifeboat_cache.codecs import policy as policy_module
 from lifeboat_cache.codecs.counts import CodecCounts
 from lifeboat_cache.codecs.guard import Standing
@@ -32,6 +33,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))
     monkeypatch.delenv("LIFEBOAT_CACHE_CONFIG", raising=False)
     return home
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_ready", True)
 
 
 def write(home: Path, text: str) -> None:
@@ -165,6 +171,22 @@ def test_many_threads_ask_while_it_changes(home: Path) -> None:
     codecs = {"fp8": FP8, "lbq3": LBQ3, "lbq4": LBQ4}
     assert seen <= {(codec, f"compression.ladder.local is {n}") for n, codec in codecs.items()}
     assert policy.choose(KV).codec == FP8
+
+
+def test_until_there_are_kernels_blocks_are_stored_as_they_are(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_ready", False)
+    write(home, "compression: {ladder: {local: lbq4}}\n")
+    policy = CodecPolicy(LiveConfig(load_config()))
+    choice = policy.choose(KV)
+    assert (choice.codec, choice.reason) == (RAW, "there are no compiled kernels (yet)")
+    policy.look()
+    assert policy.choose(KV) == choice
+    assert CodecPolicy.fixed("lbq4").choose(KV).codec == LBQ4
+    monkeypatch.setattr(kernels, "_ready", True)
+    assert policy.choose(KV).codec == LBQ4, "at once"
+    assert policy.facts()["choices"][0]["codec"] == "lbq4"
 
 
 def test_counts_by_codec() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache import kernels
 from lifeboat_cache.codecs.blocks import decode_block, encode_block
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.codecs.names import FP8, LBQ2, LBQ3, LBQ4, RAW, codec_name, is_exact
@@ -128,7 +129,9 @@ class Guard:
 
     def wants(self, codec: int) -> bool:
         """Whether to :meth:`offer` a block that goes through this codec; costs next to nothing."""
-        return self._active and codec != RAW and time.monotonic() >= self._next and not self._busy
+        if codec == RAW or not self._active or self._busy or time.monotonic() < self._next:
+            return False
+        return kernels.ready()  # without them a comparison takes seconds
 
     def offer(self, layout: KVLayout, codec: int, payload: npt.NDArray[np.uint8]) -> None:
         """Have a block compared, soon; returns at once.

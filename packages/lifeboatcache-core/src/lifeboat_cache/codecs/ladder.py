@@ -118,6 +118,9 @@ class Ladder:
         What restores cost, measured or assumed.
     ruled_out
         By layout tag and codec: why the accuracy guard does not want it.
+    compiled
+        Whether there are compiled kernels. What serves without them is slower than computing
+        KV anew, so nothing is stored in a way that needs them.
     """
 
     settings: Compression
@@ -125,12 +128,15 @@ class Ladder:
     mode: Mode = "ladder"
     rates: Rates = field(default_factory=Rates)
     ruled_out: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    compiled: bool = True
 
     def choose(self, layout: KVLayout) -> Choice:
         """How to store blocks of a layout."""
         kind = kind_of(layout)
         if kind == "unknown":
             return _same(RAW, "nothing is known of what these blocks hold")
+        if not self.compiled:
+            return _same(RAW, "there are no compiled kernels (yet)")
         if kind == "kv8":
             return self._checked(self._eight_bits(), layout)
         if kind == "state":

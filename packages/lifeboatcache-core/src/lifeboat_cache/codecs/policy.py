@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lifeboat_cache import kernels
 from lifeboat_cache.codecs.counts import CodecCounts
 from lifeboat_cache.codecs.guard import Guard
 from lifeboat_cache.codecs.ladder import Choice, Ladder, Mode, rung_of
@@ -63,6 +64,7 @@ class CodecPolicy:
         self._live = config if isinstance(config, LiveConfig) else None
         self._fixed = config if isinstance(config, Config) else None
         self._native = native
+        self._needs_kernels = True
         loaded = config.config if isinstance(config, LiveConfig) else config
         self.exact = native and loaded.engine.native_codec == "exact"
         self._home = home
@@ -73,10 +75,10 @@ class CodecPolicy:
 
     @classmethod
     def fixed(cls, name: CodecName) -> CodecPolicy:
-        """One that stores all KV with one codec, and watches nothing."""
+        """One that stores all KV with one codec, with kernels or without, and watches nothing."""
         policy = cls.__new__(cls)
         policy._live, policy._fixed, policy._native = None, None, False
-        policy.exact = False
+        policy.exact = policy._needs_kernels = False
         policy._home = policy._target = None
         policy.counts = CodecCounts()
         policy.guard = Guard(active=False)
@@ -91,6 +93,9 @@ class CodecPolicy:
     def choose(self, layout: KVLayout) -> Choice:
         """How blocks of a layout are stored from now on."""
         epoch = self._epoch
+        if self._needs_kernels and epoch.ladder.compiled != kernels.ready():
+            self._renew(replace(epoch.ladder, compiled=kernels.ready()))
+            epoch = self._epoch
         known = epoch.choices.get(layout.tag)
         if known is not None:
             return known[1]
@@ -158,7 +163,9 @@ class CodecPolicy:
         config = self._config()
         mode: Mode = config.engine.native_codec if self._native else "ladder"
         kind = "filesystem" if self._target is None else self._target.type
-        return Ladder(config.compression, rung_of(kind), mode, rates, self.guard.ruled_out())
+        return Ladder(
+            config.compression, rung_of(kind), mode, rates, self.guard.ruled_out(), kernels.ready()
+        )
 
     def _rates(self) -> Rates:
         rates = Rates(cores=self._cores())
