@@ -15,12 +15,12 @@ from lifeboat_cache.codecs.blocks import scratch
 from lifeboat_cache.codecs.layout import ITEM_BYTES, DType, TensorLayout
 from lifeboat_cache.codecs.recipes import coder
 from lifeboat_cache.errors import FormatError
-from lifeboat_cache.kernels.codec_layout import CODER_LOSSLESS
+from lifeboat_cache.kernels.codec_layout import CODER_DENSE, CODER_LOSSLESS
 
 GOLDEN = Path(__file__).parent / "golden" / "codecs"
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 576)
 DTYPES: tuple[DType, ...] = get_args(DType)
-CODERS = {"lossless": CODER_LOSSLESS}
+CODERS = {"lossless": CODER_LOSSLESS, "dense": CODER_DENSE}
 MARGIN = 192
 FILL = 0xA5
 
@@ -248,14 +248,40 @@ def test_one_vector_becomes_smaller(
 
 
 @exact_coders
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(16, 8, 128), (64, 3, 96), (300, 1, 64)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_of_heads_before_tokens(
+    number: int, dtype: DType, tokens: int, heads: int, dim: int, kernels_on: None
+) -> None:
+    """Tensors large enough for a range coder, whose vectors do not lie as they are stored."""
+    step = dim * ITEM_BYTES[dtype]
+    page = step * heads * 4
+    tensor = TensorLayout(
+        "value", dtype, 0, tokens // 4, 4, heads, dim, 2 * page, step, step * 4, page
+    )
+    rng = np.random.default_rng(11)
+    shape = (tensor.tokens, heads, dim)
+    values = rng.standard_normal(shape) * np.exp(rng.normal(0, 1, shape[1:]))
+    payload = rng.integers(0, 256, 2 * page * (tokens // 4), dtype=np.uint8)
+    elements = np.resize(numbers(dtype, values.astype(np.float32)), tensor.nbytes)
+    tensor.scatter(elements.reshape(tensor.tokens, heads, step), payload)
+    stored = agree(number, tensor, payload)
+    _damage(number, tensor, payload, stored, rng)
+
+
+@exact_coders
 @given(case=tensors(), seed=st.integers(0, 1 << 32))
 def test_malformed_bytes_are_refused_or_decoded_alike(
     number: int, case: tuple[TensorLayout, Bytes], seed: int, kernels_on: None
 ) -> None:
     tensor, payload = case
-    twin = coder(number)
-    good = twin.encode(tensor, payload, 0)
-    rng = np.random.default_rng(seed)
+    good = coder(number).encode(tensor, payload, 0)
+    _damage(number, tensor, payload, good, np.random.default_rng(seed))
+
+
+def _damage(
+    number: int, tensor: TensorLayout, payload: Bytes, good: Bytes, rng: np.random.Generator
+) -> None:
     for kind in range(4):
         bad = good.copy()
         if kind == 0:
@@ -271,7 +297,7 @@ def test_malformed_bytes_are_refused_or_decoded_alike(
         by_kernel, by_twin = np.full_like(payload, FILL), np.full_like(payload, FILL)
         done = decode_kernel(number, tensor, bad, by_kernel)
         try:
-            taken = twin.decode(tensor, bad, by_twin, 0)
+            taken = coder(number).decode(tensor, bad, by_twin, 0)
         except FormatError:
             taken = -1
         assert done == (taken == bad.shape[0])
@@ -291,13 +317,20 @@ def test_bytes_of_another_shape_are_refused(number: int, kernels_on: None) -> No
 
 
 @exact_coders
-@pytest.mark.parametrize("shape", range(3))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "number_of", "shape"),
+    [
+        *((dtype, 0, (40, 2, 37)) for dtype in DTYPES),
+        *((dtype, 1, (3, 1, 80)) for dtype in DTYPES),
+        *((dtype, 2, (1, 1, 200)) for dtype in DTYPES),
+        ("bfloat16", 3, (64, 2, 130)),
+        ("float8_e4m3fn", 3, (17, 8, 130)),
+    ],
+)
 def test_committed_tensors_are_read_and_made_as_ever(
-    number: int, dtype: DType, shape: int, kernels_on: None
+    number: int, dtype: DType, number_of: int, shape: tuple[int, int, int], kernels_on: None
 ) -> None:
     name = next(name for name, known in CODERS.items() if known == number)
-    tensor = tensor_of(dtype, *((40, 2, 37), (3, 1, 80), (1, 1, 200))[shape])
-    payload = np.load(GOLDEN / "exact.npz")[f"{dtype}_{shape}"]
-    stored = np.load(GOLDEN / f"{name}.npz")[f"{dtype}_{shape}"]
-    assert agree(number, tensor, payload).tobytes() == stored.tobytes()
+    payload = np.load(GOLDEN / "exact.npz")[f"{dtype}_{number_of}"]
+    stored = np.load(GOLDEN / f"{name}.npz")[f"{dtype}_{number_of}"]
+    assert agree(number, tensor_of(dtype, *shape), payload).tobytes() == stored.tobytes()

@@ -2,138 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache.codecs.layout import TensorLayout
-from lifeboat_cache.codecs.numbers import Numbers, numbers_of
-from lifeboat_cache.codecs.parts import MOST_COLUMNS, Part, element_type, parts_of
-from lifeboat_cache.errors import FormatError
+from lifeboat_cache.codecs.exact import Exact, Reader, not_stored, runs, spread, u8, u32
+from lifeboat_cache.codecs.numbers import Numbers
+from lifeboat_cache.codecs.parts import MOST_COLUMNS, Part
 from lifeboat_cache.kernels import codec_layout as columns
 
-__all__ = ["Lossless"]
+__all__ = ["Lossless", "decode_exponents", "encode_exponents"]
 
-_COPY = 0
-_CONSTANT = 1
 _COLUMNS = 16
 _GROUPS = 32
 
 _COLUMN_TOKENS = 32
 _SHIFTS = 3
-_MOST_STORED = (1 << 32) - 1
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Lossless:
+class Lossless(Exact):
     """Exponents in few bits, signs and mantissas as they are."""
 
     number = columns.CODER_LOSSLESS
 
-    def takes(self, tensor: TensorLayout) -> bool:
-        """Every tensor whose stored length fits 32 bits."""
-        return self.most_bytes(tensor, 0) <= _MOST_STORED
+    def _encode_part(self, part: Part, numbers: Numbers, elements: Bytes) -> Bytes | None:
+        return encode_exponents(part, numbers, elements)
 
-    def fixed_bytes(self, tensor: TensorLayout, bits: int) -> int | None:
-        """It depends on the values."""
-        del tensor, bits
-        return None
-
-    def most_bytes(self, tensor: TensorLayout, bits: int) -> int:
-        """The tensor's own bytes, its length, and a byte for every part."""
-        del bits
-        return 4 + sum(1 for _ in parts_of(tensor)) + tensor.nbytes
-
-    def encode(self, tensor: TensorLayout, payload: Bytes, bits: int) -> Bytes:
-        """See :class:`lifeboat_cache.codecs.coder.Coder`."""
-        del bits
-        name, item = element_type(tensor)
-        elements = tensor.gather(payload).reshape(tensor.tokens, -1, item)
-        stored = [_encode_part(part, name, part.of(elements)) for part in parts_of(tensor)]
-        length = 4 + sum(part.shape[0] for part in stored)
-        return np.concatenate([_u32(length), *stored])
-
-    def decode(self, tensor: TensorLayout, stored: Bytes, payload: Bytes, bits: int) -> int:
-        """See :class:`lifeboat_cache.codecs.coder.Coder`."""
-        del bits
-        name, item = element_type(tensor)
-        elements = np.empty(
-            (tensor.tokens, tensor.heads * tensor.dim * tensor.item_bytes // item, item),
-            dtype=np.uint8,
-        )
-        reader = Reader(stored, 0, stored.shape[0])
-        length = int(reader.take(4).view("<u4")[0])
-        reader = Reader(stored, 4, length)
-        if length > stored.shape[0]:
-            raise not_stored()
-        for part in parts_of(tensor):
-            part.put(elements, _decode_part(part, name, item, reader))
-        if reader.at != length:
-            raise not_stored()
-        tensor.scatter(elements.reshape(tensor.tokens, tensor.heads, -1), payload)
-        return length
+    def _decode_part(self, part: Part, numbers: Numbers, mode: int, reader: Reader) -> Bytes:
+        return decode_exponents(part, numbers, mode, reader)
 
 
-def not_stored() -> FormatError:
-    """The error about bytes that are not what they should be."""
-    return FormatError("these bytes are not a stored tensor of this layout: it is computed again")
-
-
-@dataclass
-class Reader:
-    """Takes bytes one after the other, up to an end."""
-
-    stored: Bytes
-    at: int
-    end: int
-
-    def take(self, count: int) -> Bytes:
-        """The next bytes, copied."""
-        if count > self.end - self.at:
-            raise not_stored()
-        self.at += count
-        return self.stored[self.at - count : self.at].copy()
-
-
-def _u32(value: int) -> Bytes:
-    return np.frombuffer(value.to_bytes(4, "little"), dtype=np.uint8)
-
-
-def is_constant(elements: Bytes) -> bool:
-    """Whether all elements, uint8 ``(count, item)``, are the same."""
-    return bool((elements == elements[0]).all())
-
-
-def _encode_part(part: Part, name: str, elements: Bytes) -> Bytes:
-    if is_constant(elements):
-        return np.concatenate([np.array([_CONSTANT], dtype=np.uint8), elements[0]])
-    numbers = numbers_of(name)
-    coded = None if numbers is None else _encode_exponents(part, numbers, elements)
-    if coded is not None:
-        return coded
-    return np.concatenate([np.array([_COPY], dtype=np.uint8), elements.reshape(-1)])
-
-
-def _decode_part(part: Part, name: str, item: int, reader: Reader) -> Bytes:
-    mode = int(reader.take(1)[0])
-    if mode == _COPY:
-        return reader.take(part.count * item).reshape(part.count, item)
-    if mode == _CONSTANT:
-        return np.broadcast_to(reader.take(item), (part.count, item))
-    numbers = numbers_of(name)
+def decode_exponents(part: Part, numbers: Numbers, mode: int, reader: Reader) -> Bytes:
+    """Restore what :func:`encode_exponents` stored, after its first byte."""
     kind, width = mode & ~15, mode & 15
     known = kind == _GROUPS or (kind == _COLUMNS and part.columns <= MOST_COLUMNS)
-    if numbers is None or not known or not 2 <= width <= 4:
+    if not known or not 2 <= width <= 4:
         raise not_stored()
     groups = -(-part.count // 64)
-    escapes = int(reader.take(4).view("<u4")[0])
+    escapes = reader.u32()
     bases = reader.take(part.columns if kind == _COLUMNS else groups)
-    base = _spread(part, bases, single=kind == _GROUPS)
+    base = spread(part, bases, single=kind == _GROUPS)
     code = np.zeros(groups * 64, dtype=np.uint8)
     rest = np.zeros((groups * 64, numbers.rest_columns), dtype=np.uint8)
-    for first, many, lanes in _runs(part.count):
+    for first, many, lanes in runs(part.count):
         plane = -(-lanes // 8)
         size = width * plane + numbers.rest_bytes(lanes)
         stored = reader.take(many * size).reshape(many, size)
@@ -148,14 +60,14 @@ def _decode_part(part: Part, name: str, item: int, reader: Reader) -> Bytes:
     return numbers.join(exponent[: part.count], rest[: part.count])
 
 
-def _encode_exponents(part: Part, numbers: Numbers, elements: Bytes) -> Bytes | None:
-    """A part with codes for its exponents; ``None`` if a copy is as good."""
+def encode_exponents(part: Part, numbers: Numbers, elements: Bytes) -> Bytes:
+    """A part with codes for its exponents."""
     exponent, rest = numbers.split(elements)
     single, width, bases = _choose_bases(part, exponent)
     groups = -(-part.count // 64)
     padded = np.zeros(groups * 64, dtype=np.uint8)
     padded[: part.count] = exponent
-    code = _spread(part, bases, single=single) - padded
+    code = spread(part, bases, single=single) - padded
     most = (1 << width) - 1
     code = np.minimum(code, np.uint8(most))
     code[part.count :] = 0
@@ -163,30 +75,13 @@ def _encode_exponents(part: Part, numbers: Numbers, elements: Bytes) -> Bytes | 
     wide_rest = np.zeros((groups * 64, rest.shape[1]), dtype=np.uint8)
     wide_rest[: part.count] = rest
     stored = []
-    for first, many, lanes in _runs(part.count):
+    for first, many, lanes in runs(part.count):
         where = slice(64 * first, 64 * (first + many))
         planes = _to_planes(code[where].reshape(many, 64), width, lanes)
         packed = numbers.pack(wide_rest[where].reshape(many, 64, -1), lanes)
         stored.append(np.concatenate([planes, packed], axis=1).reshape(-1))
     mode = width + (_GROUPS if single else _COLUMNS)
-    made = np.concatenate(
-        [np.array([mode], dtype=np.uint8), _u32(escaped.shape[0]), bases, *stored, escaped]
-    )
-    return None if made.shape[0] > elements.size else made
-
-
-def _runs(count: int) -> list[tuple[int, int, int]]:
-    """Groups that are alike: the first one, how many, and their elements."""
-    whole, odd = divmod(count, 64)
-    return [run for run in ((0, whole, 64), (whole, 1, odd)) if run[1] and run[2]]
-
-
-def _spread(part: Part, bases: Bytes, *, single: bool) -> Bytes:
-    """The base of every element, up to the end of the last group."""
-    groups = -(-part.count // 64)
-    if single:
-        return np.repeat(bases, 64)
-    return np.resize(bases, groups * 64)
+    return np.concatenate([u8(mode), u32(escaped.shape[0]), bases, *stored, escaped])
 
 
 def _choose_bases(part: Part, exponent: Bytes) -> tuple[bool, int, Bytes]:

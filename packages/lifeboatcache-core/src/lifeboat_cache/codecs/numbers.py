@@ -53,6 +53,38 @@ class Numbers:
         made: Bytes = (words | upper).astype(words.dtype).view(np.uint8).reshape(-1, self.item)
         return made
 
+    def signs(self, rest: Bytes) -> npt.NDArray[np.bool_]:
+        """Which of the rests ``(n, item)`` have a sign."""
+        return rest[:, -1] >= 0x80
+
+    def mantissa_bytes(self, lanes: int) -> int:
+        """Bytes of the packed mantissas of a group with so many elements."""
+        return self.mantissa % 8 * -(-lanes // 8) + self.mantissa // 8 * lanes
+
+    def pack_mantissas(self, rest: Bytes, lanes: int) -> Bytes:
+        """Mantissas of groups, of rests ``(n, 64, item)``, as the dense coder stores them.
+
+        Bits that are not whole bytes are planes; bytes below them follow.
+        """
+        many, kept = rest.shape[0], self.mantissa // 8
+        bits = np.arange(self.mantissa % 8, dtype=np.uint8)[:, None]
+        planes = (rest[:, None, :lanes, kept] >> bits) & 1
+        packed = np.packbits(planes, axis=2, bitorder="little").reshape(many, -1)
+        low = np.ascontiguousarray(rest[:, :lanes, :kept]).reshape(many, -1)
+        return np.concatenate([packed, low], axis=1)
+
+    def unpack_mantissas(self, packed: Bytes, lanes: int) -> Bytes:
+        """The reverse of :meth:`pack_mantissas`, without signs."""
+        many, kept, count = packed.shape[0], self.mantissa // 8, self.mantissa % 8
+        width = count * -(-lanes // 8)
+        planes = np.ascontiguousarray(packed[:, :width]).reshape(many, count, -1)
+        bits = np.unpackbits(planes, axis=2, bitorder="little")[:, :, :lanes]
+        rest = np.zeros((many, 64, self.item), dtype=np.uint8)
+        for number in range(count):
+            rest[:, :lanes, kept] |= bits[:, number] << number
+        rest[:, :lanes, :kept] = packed[:, width:].reshape(many, lanes, kept)
+        return rest
+
     def rest_bytes(self, lanes: int) -> int:
         """Bytes of the packed rests of a group with so many elements."""
         if self.item == 1 and self.mantissa == 3:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lifeboat_cache.codecs.coder import Coder
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
-from lifeboat_cache.codecs.names import FP8, LBQ2, LBQ3, LBQ4, LOSSLESS
+from lifeboat_cache.codecs.names import DENSE, FP8, LBQ2, LBQ3, LBQ4, LOSSLESS
 from lifeboat_cache.kernels import codec_layout as columns
 
 __all__ = ["CodedLayout", "coded_layout", "coder"]
@@ -26,6 +26,7 @@ _BITS = {LBQ4: 4, LBQ3: 3, LBQ2: 2}
 _CODERS = {
     columns.CODER_COPY: ("copying", "Copying"),
     columns.CODER_LOSSLESS: ("lossless", "Lossless"),
+    columns.CODER_DENSE: ("dense", "Dense"),
     columns.CODER_FP8: ("fp8", "Fp8"),
     columns.CODER_LBQ: ("lbq", "Lbq"),
 }
@@ -121,6 +122,8 @@ def _coder_for(tensor: TensorLayout, codec: int, last_layer: int) -> tuple[int, 
     del last_layer
     if codec == LOSSLESS and coder(columns.CODER_LOSSLESS).takes(tensor):
         return columns.CODER_LOSSLESS, 0
+    if codec == DENSE and coder(columns.CODER_DENSE).takes(tensor):
+        return columns.CODER_DENSE, 0
     if codec == FP8 and coder(columns.CODER_FP8).takes(tensor):
         return columns.CODER_FP8, _FP8_MANTISSA
     return columns.CODER_COPY, 0

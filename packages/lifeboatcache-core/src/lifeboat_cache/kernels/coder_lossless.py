@@ -16,27 +16,42 @@ from typing import Any
 import numpy as np
 
 from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
-from lifeboat_cache.kernels import lanes, raw
+from lifeboat_cache.kernels import lanes, raw, vectors
 from lifeboat_cache.kernels.jit import helper, inline
 from lifeboat_cache.kernels.libc import memcpy
 from lifeboat_cache.kernels.memory import bytes_at, words_at
 from lifeboat_cache.kernels.parts import (
     MOST_COLUMNS,
+    PART_CONSTANT,
+    PART_COPY,
+    bring,
     element_of,
     flat,
-    gather,
     is_constant,
     part_columns,
     part_tokens,
+    put,
     repeat,
     scatter,
     token_start,
 )
 
-__all__ = ["decode", "encode"]
+__all__ = [
+    "BASES",
+    "ELEMENTS",
+    "EXPONENTS",
+    "GROUP",
+    "STRIP",
+    "STRIP_GROUPS",
+    "decode",
+    "decode_part",
+    "encode",
+    "encode_exponents",
+    "go_round",
+    "ones",
+    "read_exponents",
+]
 
-PART_COPY = 0
-PART_CONSTANT = 1
 #: Plus the bits of a code.
 PART_COLUMNS = 16
 PART_GROUPS = 32
@@ -48,13 +63,13 @@ _REFUSED = np.int64(-1)
 
 # Working memory: the part's elements if they do not lie together, its exponents, the bases,
 # the escapes, and room for a group or a few.
-_ELEMENTS = 0
-_EXPONENTS = 1 << 20
-_BASES = (2 << 20) + 4096
-_ESCAPES = (2 << 20) + (256 << 10)
-_STRIP = (3 << 20) + (512 << 10)
-_GROUP = (3 << 20) + (768 << 10)
-_STRIP_GROUPS = 64
+ELEMENTS = 0
+EXPONENTS = 1 << 20
+BASES = (2 << 20) + 4096
+ESCAPES = (2 << 20) + (256 << 10)
+STRIP = (3 << 20) + (512 << 10)
+GROUP = (3 << 20) + (768 << 10)
+STRIP_GROUPS = 64
 
 
 @inline
@@ -110,13 +125,13 @@ def _last_group(dtype: Any, width: Any, count: Any, whole: Any, stored: Any, sto
 
 @inline
 def _put_escapes(exponents: Any, mask: Any, to: Any) -> None:
-    if lanes.HAS_EXPAND:
+    if vectors.HAS_EXPAND:
         lanes.squeeze(exponents, mask, to)
     else:
         source, place = bytes_at(exponents), bytes_at(to)
         left = np.int64(0)
         while mask != 0:
-            place[left] = source[lanes.first_one(mask)]
+            place[left] = source[vectors.first_one(mask)]
             left += 1
             mask &= mask - 1
 
@@ -156,7 +171,7 @@ def _loops(dtype: int) -> tuple[Any, Any, Any]:
             mask = lanes.planes_of(exponents, bases + phase, shape, chosen, to)
             split(source, to + planes)
             if mask != 0:
-                more = lanes.count_ones(mask)
+                more = vectors.count_ones(mask)
                 if used + more > most:
                     return _REFUSED
                 _put_escapes(exponents, mask, escaped + used)
@@ -188,17 +203,17 @@ def _loops(dtype: int) -> tuple[Any, Any, Any]:
         exponents = np.int64(raw.stack(64))
         for _ in range(count):
             mask = lanes.escapes(stored, width)
-            more = lanes.count_ones(mask)
+            more = vectors.count_ones(mask)
             if used + more > most:
                 return _REFUSED
-            if lanes.HAS_EXPAND:
+            if vectors.HAS_EXPAND:
                 expand(to, stored, bases + phase, escaped + used, shape)
             else:
                 lanes.uncode(exponents, stored, width, bases + phase, shape >> 4)
                 source, place = bytes_at(escaped + used), bytes_at(exponents)
                 number = np.int64(0)
                 while mask != 0:
-                    place[lanes.first_one(mask)] = source[number]
+                    place[vectors.first_one(mask)] = source[number]
                     number += 1
                     mask &= mask - 1
                 join(to, exponents, stored + planes)
@@ -221,7 +236,8 @@ _read_e5m2, _store_e5m2, _restore_e5m2 = _loops(C.DTYPE_E5M2)
 
 
 @helper
-def _read(dtype: Any, source: Any, count: Any, to: Any) -> None:
+def read_exponents(dtype: Any, source: Any, count: Any, to: Any) -> None:
+    """The exponents of groups of 64 elements, as bytes."""
     if dtype == C.DTYPE_BF16:
         _read_bf16(source, count, to)
     elif dtype == C.DTYPE_FP16:
@@ -299,7 +315,7 @@ def _choose_bases(exponents: Any, bases: Any, tokens: Any, columns: Any) -> Any:
     count = tokens * columns
     groups = (count + np.int64(63)) >> 6
     single = np.int64(tokens < COLUMN_TOKENS)
-    last = _ones(count - ((groups - 1) << 6))
+    last = ones(count - ((groups - 1) << 6))
     base = bytes_at(bases)
     if single:
         period, step = groups, np.int64(1)
@@ -309,14 +325,14 @@ def _choose_bases(exponents: Any, bases: Any, tokens: Any, columns: Any) -> Any:
         period, step = columns, np.int64(64) % columns
         for column in range(0, columns, 64):
             lanes.maximum_of_columns(exponents + column, columns, tokens, bases + column)
-        _go_round(bases, columns)
+        go_round(bases, columns)
     over2 = over3 = over4 = phase = np.int64(0)
     for group in range(groups):
         chosen = last if group == groups - 1 else np.int64(-1)
         here, base_at = exponents + 64 * group, bases + phase
-        over2 += lanes.count_ones(lanes.beyond(here, base_at, 3, single) & chosen)
-        over3 += lanes.count_ones(lanes.beyond(here, base_at, 7, single) & chosen)
-        over4 += lanes.count_ones(lanes.beyond(here, base_at, 15, single) & chosen)
+        over2 += vectors.count_ones(lanes.beyond(here, base_at, 3, single) & chosen)
+        over3 += vectors.count_ones(lanes.beyond(here, base_at, 7, single) & chosen)
+        over4 += vectors.count_ones(lanes.beyond(here, base_at, 15, single) & chosen)
         phase += step
         if phase >= period:
             phase -= period
@@ -334,25 +350,25 @@ def _choose_bases(exponents: Any, bases: Any, tokens: Any, columns: Any) -> Any:
             for shift in range(lanes.SHIFTS):
                 gained = lanes.at_distance(here, top, codes + shift) & chosen
                 lost = lanes.at_distance(here, top, shift) & chosen
-                score += lanes.count_ones(gained) - lanes.count_ones(lost)
+                score += vectors.count_ones(gained) - vectors.count_ones(lost)
                 if score > best:
                     best, lowered = score, np.int64(shift + 1)
             base[group] = np.uint8(top - lowered)
         return width + np.int64(16)
     for column in range(0, columns, 64):
         lanes.lower_bases(exponents + column, columns, tokens, bases + column, width)
-    _go_round(bases, columns)
+    go_round(bases, columns)
     return width
 
 
 @inline
-def _ones(count: Any) -> Any:
+def ones(count: Any) -> Any:
     """A plane with ones for the first 1 to 64 lanes."""
     return np.int64(-1) if count >= 64 else (np.int64(1) << count) - np.int64(1)
 
 
 @inline
-def _go_round(bases: Any, columns: Any) -> None:
+def go_round(bases: Any, columns: Any) -> None:
     """Let the bases of columns begin again after the last, for a group across rows."""
     base = bytes_at(bases)
     for number in range(64):
@@ -374,50 +390,38 @@ def _encode_part(
 ) -> Any:
     """Store a part; returns its bytes, or -1."""
     item = np.int64(element_of(dtype))
-    count = tokens * columns
-    size = count * item
-    source = flat(row, item, start, token, tokens, column, columns)
-    if source == 0:
-        source = scratch + _ELEMENTS
-        gather(row, item, start, token, column, columns, np.int64(0), count, source)
-    if room < 1:
-        return _REFUSED
-    mode = bytes_at(dst)
+    size = tokens * columns * item
+    source = bring(row, item, start, token, tokens, column, columns, scratch + ELEMENTS)
     if is_constant(source, size, item):
-        if room < 1 + item:
-            return _REFUSED
-        mode[0] = PART_CONSTANT
-        memcpy(dst + 1, source, np.uint64(item))
-        return 1 + item
+        return put(source, item, PART_CONSTANT, dst, room)
     if dtype != C.DTYPE_BYTES:
-        stored = _encode_exponents(dtype, source, tokens, columns, dst, room, scratch)
+        stored = encode_exponents(dtype, source, tokens, columns, dst, room, scratch)
         if stored != 0:
             return stored
-    if room < 1 + size:
-        return _REFUSED
-    mode[0] = PART_COPY
-    memcpy(dst + 1, source, np.uint64(size))
-    return 1 + size
+    return put(source, size, PART_COPY, dst, room)
 
 
 @helper
-def _encode_exponents(
+def encode_exponents(
     dtype: Any, source: Any, tokens: Any, columns: Any, dst: Any, room: Any, scratch: Any
 ) -> Any:
-    """Store a part with codes for its exponents; returns its bytes, 0 if a copy is as good."""
+    """Store a part with codes for its exponents.
+
+    Returns its bytes, 0 if a copy takes no more, or -1 if there is not enough room.
+    """
     item = np.int64(element_of(dtype))
     count = tokens * columns
     whole = count >> 6
     odd = count & 63
-    exponents = scratch + _EXPONENTS
-    bases = scratch + _BASES
-    group = scratch + _GROUP
+    exponents = scratch + EXPONENTS
+    bases = scratch + BASES
+    group = scratch + GROUP
     padded = group + 512
-    _read(dtype, source, whole, exponents)
+    read_exponents(dtype, source, whole, exponents)
     if odd:
         raw.zero(padded, 256)
         memcpy(padded, source + (count - odd) * item, np.uint64(odd * item))
-        _read(dtype, padded, np.int64(1), exponents + 64 * whole)
+        read_exponents(dtype, padded, np.int64(1), exponents + 64 * whole)
     shape = _choose_bases(exponents, bases, tokens, columns)
     width = shape & 15
     period = columns
@@ -436,7 +440,7 @@ def _encode_exponents(
     bytes_at(dst)[0] = shape + (PART_COLUMNS if shape < 16 else PART_GROUPS - 16)
     memcpy(dst + 5, bases, np.uint64(numbers))
     to = dst + head
-    escaped = scratch + _ESCAPES
+    escaped = scratch + ESCAPES
     every = np.int64(-1)
     used = _store(dtype, source, exponents, whole, bases, period, shape, every, to, escaped, most)
     if used < 0:
@@ -452,7 +456,7 @@ def _encode_exponents(
             bases + phase,
             period,
             shape,
-            _ones(odd),
+            ones(odd),
             group,
             escaped + used,
             most - used,
@@ -578,7 +582,7 @@ def _restore_vectors(
 
 
 @helper
-def _decode_part(
+def decode_part(
     row: Any,
     dtype: Any,
     start: Any,
@@ -608,8 +612,8 @@ def _decode_part(
     if mode == PART_CONSTANT:
         if size < 1 + item:
             return _REFUSED
-        strip = scratch + _STRIP
-        most = np.int64(64 * _STRIP_GROUPS)
+        strip = scratch + STRIP
+        most = np.int64(64 * STRIP_GROUPS)
         repeat(strip, src + 1, item, min(count, most))
         for begin in range(0, count, most):
             some = min(most, count - begin)
@@ -640,17 +644,17 @@ def _decode_part(
     escapes = np.int64(raw.load_u32(src + 1))
     if size - fixed < escapes:
         return _REFUSED
-    bases = scratch + _BASES
+    bases = scratch + BASES
     memcpy(bases, src + 5, np.uint64(numbers))
     if shape < 16:
-        _go_round(bases, columns)
+        go_round(bases, columns)
     stored = src + 5 + numbers
     escaped = src + fixed
-    strip = scratch + _STRIP
+    strip = scratch + STRIP
     used: Any = np.int64(0)
     phase: Any = np.int64(0)
     first: Any = np.int64(0)
-    many = whole if target != 0 else np.int64(_STRIP_GROUPS)
+    many = whole if target != 0 else np.int64(STRIP_GROUPS)
     vector = words_at(row)[C.ROW_DIM] * np.int64(element_of(words_at(row)[C.ROW_DTYPE]))
     if target == 0 and vector % (64 * item) == 0 and columns & 63 == 0:
         used = _restore_vectors(
@@ -694,7 +698,7 @@ def _decode_part(
         first += some
         phase = first if shape >= 16 else (64 * first) % columns
     if odd:
-        group = scratch + _GROUP
+        group = scratch + GROUP
         _last_group(dtype, width, odd, group, stored + whole * each, False)
         more = _restore(
             dtype,
@@ -745,7 +749,7 @@ def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
     taken = np.int64(4)
     for token in range(0, tokens, long):
         for column in range(0, columns, wide):
-            part = _decode_part(
+            part = decode_part(
                 row,
                 dtype,
                 start,

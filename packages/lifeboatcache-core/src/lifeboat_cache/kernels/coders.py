@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
-from lifeboat_cache.kernels import coder_fp8, coder_lbq, coder_lossless
+from lifeboat_cache.kernels import coder_dense, coder_fp8, coder_lbq, coder_lossless
 from lifeboat_cache.kernels.jit import helper, kernel
 from lifeboat_cache.kernels.libc import memcpy
 from lifeboat_cache.kernels.memory import words_at
@@ -66,6 +66,8 @@ def _encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
         return _copy(row, start, dst, room, True)
     if coder == C.CODER_LOSSLESS:
         return coder_lossless.encode(row, start, dst, room, scratch)
+    if coder == C.CODER_DENSE:
+        return coder_dense.encode(row, start, dst, room, scratch)
     if coder == C.CODER_FP8:
         return coder_fp8.encode(row, start, dst, room, scratch)
     if coder == C.CODER_LBQ:
@@ -80,6 +82,8 @@ def _decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
         return _copy(row, start, src, size, False)
     if coder == C.CODER_LOSSLESS:
         return coder_lossless.decode(row, start, src, size, scratch)
+    if coder == C.CODER_DENSE:
+        return coder_dense.decode(row, start, src, size, scratch)
     if coder == C.CODER_FP8:
         return coder_fp8.decode(row, start, src, size, scratch)
     if coder == C.CODER_LBQ:

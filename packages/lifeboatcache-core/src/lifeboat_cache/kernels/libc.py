@@ -12,6 +12,7 @@ from lifeboat_cache.kernels.jit import inline
 __all__ = [
     "errno",
     "memcpy",
+    "memmove",
     "memset",
     "poll",
     "pread",
@@ -26,6 +27,7 @@ _int, _size, _address = types.int32, types.uint64, types.int64
 
 _errno_location = ExternalFunction("__errno_location", types.CPointer(_int)())
 memcpy = ExternalFunction("memcpy", _address(_address, _address, _size))
+memmove = ExternalFunction("memmove", _address(_address, _address, _size))
 memset = ExternalFunction("memset", _address(_address, _int, _size))
 poll = ExternalFunction("poll", _int(_address, _size, _int))
 pread = ExternalFunction("pread", types.int64(_int, _address, _size, types.int64))

@@ -14,18 +14,22 @@ from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import raw
 from lifeboat_cache.kernels.jit import helper, inline
 from lifeboat_cache.kernels.libc import memcpy
-from lifeboat_cache.kernels.memory import words_at
+from lifeboat_cache.kernels.memory import bytes_at, words_at
 
 __all__ = [
     "MOST_COLUMNS",
     "PART_BYTES",
+    "PART_CONSTANT",
+    "PART_COPY",
     "PART_TOKENS",
+    "bring",
     "element_of",
     "flat",
     "gather",
     "is_constant",
     "part_columns",
     "part_tokens",
+    "put",
     "repeat",
     "scatter",
     "token_start",
@@ -34,6 +38,12 @@ __all__ = [
 PART_BYTES = 1 << 20
 PART_TOKENS = 256
 MOST_COLUMNS = 4096
+
+# The first byte of a stored part.
+#: Its elements follow.
+PART_COPY = 0
+#: All its elements are the one that follows.
+PART_CONSTANT = 1
 
 
 @inline
@@ -180,6 +190,35 @@ def scatter(
 ) -> None:
     """The reverse of :func:`gather`."""
     _move(row, item, start, token, column, columns, first, count, source, False)
+
+
+@helper
+def bring(
+    row: Any,
+    item: Any,
+    start: Any,
+    token: Any,
+    tokens: Any,
+    column: Any,
+    columns: Any,
+    buffer: Any,
+) -> Any:
+    """Address of a part's elements one after the other; in a buffer if they lie elsewhere."""
+    source = flat(row, item, start, token, tokens, column, columns)
+    if source != 0:
+        return source
+    gather(row, item, start, token, column, columns, np.int64(0), tokens * columns, buffer)
+    return buffer
+
+
+@helper
+def put(source: Any, size: Any, mode: Any, dst: Any, room: Any) -> Any:
+    """Write a part as its first byte and bytes at an address; returns its bytes, or -1."""
+    if room < 1 + size:
+        return np.int64(-1)
+    bytes_at(dst)[0] = np.uint8(mode)
+    memcpy(dst + 1, source, np.uint64(size))
+    return 1 + size
 
 
 @helper

@@ -14,11 +14,16 @@ import numpy.typing as npt
 
 from lifeboat_cache.codecs.layout import ITEM_BYTES, DType, TensorLayout
 from lifeboat_cache.codecs.recipes import coder
-from lifeboat_cache.kernels.codec_layout import CODER_LOSSLESS
+from lifeboat_cache.kernels.codec_layout import CODER_DENSE, CODER_LOSSLESS
 
 #: Tokens, heads and head size: enough tokens for a base of every column, and too few.
 SHAPES = ((40, 2, 37), (3, 1, 80), (1, 1, 200))
-CODERS = {"lossless": CODER_LOSSLESS}
+#: The same with enough elements for a range coder.
+LARGE: dict[DType, tuple[int, int, int]] = {
+    "bfloat16": (64, 2, 130),
+    "float8_e4m3fn": (17, 8, 130),
+}
+CODERS = {"lossless": CODER_LOSSLESS, "dense": CODER_DENSE}
 _KINDS = {
     "bfloat16": (8, 7),
     "float16": (5, 10),
@@ -55,7 +60,8 @@ if __name__ == "__main__":
     payloads = {}
     stored: dict[str, dict[str, npt.NDArray[np.uint8]]] = {name: {} for name in CODERS}
     for dtype in get_args(DType):
-        for number, shape in enumerate(SHAPES):
+        shapes = [*SHAPES, *([LARGE[dtype]] if dtype in LARGE else [])]
+        for number, shape in enumerate(shapes):
             tensor = tensor_of(dtype, *shape)
             payload = given(tensor, rng)
             payloads[f"{dtype}_{number}"] = payload
