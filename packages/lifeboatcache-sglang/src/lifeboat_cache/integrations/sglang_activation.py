@@ -144,7 +144,7 @@ def _is_over(server_args: Any) -> bool:
 def _is_left_alone(server_args: Any) -> bool:
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return True
-    if server_args.hicache_storage_backend is None:
+    if getattr(server_args, "hicache_storage_backend", None) is None:
         return False
     _log.info("LifeboatCache: the launch chooses a storage backend itself; left as it is")
     return True
@@ -164,11 +164,11 @@ def _resolve(
         try:
             original(server_args)
             _check(server_args)
+            _tell(server_args, plan)
         except Exception as error:
             reason = reason or _reason(error)
             _restore(server_args, state, environ)
         else:
-            _tell(server_args, plan)
             return
     original(server_args)
     stand_down(reason)
@@ -310,7 +310,7 @@ def _device_bytes() -> int | None:
 
 def _policy_given(server_args: Any) -> bool:
     """Whether the launch chose a write policy, which looks like the default where it chose that."""
-    command = server_args.launch_command or ""
+    command = getattr(server_args, "launch_command", None) or ""
     return (
         server_args.hicache_write_policy != "write_through"
         or "--hicache-write-policy" in command
