@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -51,8 +49,8 @@ def relative_error(original: Floats, restored: Floats) -> float:
         return float("inf")
     if not finite.all():
         original, restored = np.where(finite, original, 0), np.where(finite, restored, 0)
-    size = float(np.linalg.norm(original.astype(np.float64)))
-    difference = float(np.linalg.norm(restored.astype(np.float64) - original))
+    size = _norm(original.astype(np.float64))
+    difference = _norm(restored.astype(np.float64) - original)
     if size == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return difference / size
@@ -78,7 +76,7 @@ def attention_shift(keys: Floats, restored: Floats) -> float:
 def output_error(keys: Floats, values: Floats, restored: Floats) -> float:
     """Relative error of what attention makes of restored values; see :func:`attention_shift`."""
     weights = _attention(_queries(keys), keys)
-    return relative_error(weights @ values, weights @ restored)
+    return relative_error(_mix(weights, values), _mix(weights, restored))
 
 
 def compare(
@@ -114,20 +112,40 @@ def compare(
     return error, attention_shift(before, after)
 
 
+# Nothing here goes through matrix multiplication, which would wake as many threads as there
+# are cores beside the engine's own.
+
+
+def _norm(elements: npt.NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.square(elements).sum()))
+
+
 def _queries(keys: Floats) -> Floats:
     """float32 ``(heads, queries, dim)``: some keys, scaled to be asked."""
     centred = keys - keys.mean(axis=1, keepdims=True)
     chosen: Floats = centred[:, :: max(1, keys.shape[1] // _QUERIES)]
-    logits = chosen @ centred.transpose(0, 2, 1)
+    logits = _products(chosen, centred)
     spread = (logits - logits.mean(axis=-1, keepdims=True)).std(axis=(1, 2), keepdims=True)
     scaled: Floats = chosen * (_SPREAD / np.maximum(spread, np.float32(1e-20)))
     return scaled
 
 
-def _attention(queries: Floats, keys: Floats) -> npt.NDArray[Any]:
+def _products(queries: Floats, keys: Floats) -> Floats:
+    """float32 ``(heads, queries, tokens)``."""
+    out: Floats = np.einsum("hqd,htd->hqt", queries, keys)
+    return out
+
+
+def _mix(weights: Floats, values: Floats) -> Floats:
+    """float32 ``(heads, queries, dim)``."""
+    out: Floats = np.einsum("hqt,htd->hqd", weights, values)
+    return out
+
+
+def _attention(queries: Floats, keys: Floats) -> Floats:
     """float32 ``(heads, queries, tokens)``."""
     # The mean over tokens shifts all logits of a query alike.
-    logits = queries @ (keys - keys.mean(axis=1, keepdims=True)).transpose(0, 2, 1)
+    logits = _products(queries, keys - keys.mean(axis=1, keepdims=True))
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    shares: npt.NDArray[Any] = weights / weights.sum(axis=-1, keepdims=True)
+    shares: Floats = weights / weights.sum(axis=-1, keepdims=True)
     return shares
