@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,80 @@ def test_a_cache_salt_keeps_requests_apart(attach: Attach) -> None:
         with attach(case.but(salt=salt)) as other:
             assert other.restore() == NOTHING
     assert attach(case).restore() == everything(case)
+
+
+def test_three_threads_at_once_get_no_wrong_byte(attach: Attach) -> None:
+    """SGLang asks, loads and stores on threads of their own."""
+    case = Case(pages=60)
+    rig = attach(case)
+    assert rig.store() == case.pages
+    ours, hashes = rig.ours, rig.hashes()
+    stop = threading.Event()
+    problems: list[str] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            if ours.batch_exists(hashes) != case.pages:
+                problems.append("a page was not found")
+
+    def keep() -> None:
+        turn = 0
+        indices = rig.kv.alloc(2 * case.tokens)
+        while not stop.is_set():
+            turn += 1
+            new = [f"{turn:032x}{page:032x}" for page in range(2)]
+            if not all(ours.batch_set_v1(new, indices)):
+                problems.append("a page was not kept")
+
+    # The pool has room for the prompt and two pages more.
+    workers = [threading.Thread(target=work) for work in (ask, keep)]
+    for worker in workers:
+        worker.start()
+    try:
+        found = [rig.restore() for _ in range(10)]
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+    assert found == [everything(case)] * 10
+    assert problems == []
+
+
+def test_kv_goes_by_the_ladder_and_state_is_exact(attach: Attach, home: Path) -> None:
+    import torch
+    from sglang_rig import _same_state, _starts
+
+    config = (home / "lifeboat.yaml").read_text()
+    (home / "lifeboat.yaml").write_text(config.replace("local: raw", "local: fp8"))
+    case = Case(pages=20, mamba=True)
+    rig = attach(case)
+    rig.ready()
+    values = torch.randn(rig.kv.kv_buffer.shape, generator=torch.Generator().manual_seed(1))
+    rig.kv.kv_buffer.copy_(values.to(torch.bfloat16))
+    kept = rig.kv.kv_buffer.clone()
+    indices = rig.kv.alloc(20 * case.tokens)
+    hashes = rig.hashes()
+    assert all(rig.ours.batch_set_v1(hashes, indices))
+    counters = rig.ours.store.counters()
+    assert counters.bytes_stored == 20 * rig.ours._pools["kv"].pages.page_bytes
+    stored = sum(path.stat().st_blocks * 512 for path in (home / "kv").rglob("*.segment"))
+    assert stored < 0.7 * counters.bytes_stored
+    rig.kv.kv_buffer.zero_()
+    assert all(rig.ours.batch_get_v1(hashes, indices))
+    pages = [start // case.tokens for start in _starts(indices, case.tokens)]
+    back, was = rig.kv.kv_buffer[:, pages].float(), kept[:, pages].float()
+    assert not torch.equal(back, was)
+    assert float((back - was).norm() / was.norm()) < 0.05
+    rig.kv.free(indices)
+    # The state, which rides along as SGLang stores it.
+    rig.store()
+    assert rig.mamba is not None
+    slot = rig.mamba.alloc(1)
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    done = rig.ours.batch_get_v2([PoolTransfer(PoolName.MAMBA, slot, keys=[hashes[-1]])])
+    assert done == {PoolName.MAMBA: [True]}
+    assert _same_state(rig.mamba, int(slot[0]), case)
 
 
 def test_clear_deletes_what_is_stored(attach: Attach) -> None:
