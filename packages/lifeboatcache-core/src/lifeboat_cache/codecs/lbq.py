@@ -12,12 +12,13 @@ from lifeboat_cache.codecs.layout import TensorLayout
 from lifeboat_cache.errors import FormatError
 from lifeboat_cache.kernels import codec_layout as columns
 from lifeboat_cache.kernels import lbq_tables as tables
-from lifeboat_cache.kernels.lbq_tables import CENTRED, FIRST, TURNING
+from lifeboat_cache.kernels.lbq_tables import CENTRED, PRECISE, TURNING
 
-__all__ = ["CENTRED", "FIRST", "TURNING", "Lbq"]
+__all__ = ["CENTRED", "PRECISE", "TURNING", "Lbq"]
 
 _MOST_DIM = 4096
 _MOST_CHANNELS = 1 << 16
+_MOST_VECTORS = 1 << 16
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[Any]
@@ -34,18 +35,34 @@ _LARGEST = {
 class Lbq:
     """Rotated vectors, quantised to 2, 3 or 4 bits per element along the paths of a trellis.
 
-    ``bits`` is the width, and :data:`CENTRED` more if the mean of each channel over the
-    tensor's tokens is stored apart.
+    ``bits`` is the width, and more for each of these:
 
-    A stored tensor is one after the other:
+    - :data:`CENTRED`: the mean of each channel over the tensor's tokens is stored apart.
+    - :data:`TURNING`, with ``CENTRED``, if ``dim`` is a multiple of 32: means turn. Rotary
+      embeddings turn pairs of a key's channels from token to token, each pair by its own angle,
+      and so do their means. Which channels are pairs and what their angles are is found in the
+      block itself; pairs whose means do not turn have the angle 0.
+    - :data:`PRECISE`: of each head, the tokens that are furthest from the channels' means for
+      their length have 8 bits per element: ``max(1, tokens // 32)`` of keys, ``max(1, tokens //
+      128)`` of others. Attention goes to few tokens, and these are often among them.
+
+    A stored tensor is one after the other, all numbers little-endian:
 
     - One byte: the exponent ``B`` of the largest scale, biased as in float32, at least 16.
-    - If centred, ``heads * dim`` means as bfloat16.
+    - If turning: uint16, how many channels apart those of a pair are: ``dim / 2``, 1 or
+      ``dim / 4`` (if ``dim`` is a multiple of 64); int16, the cosine and then the sine of every
+      pair's angle, times 32767. Pair ``p`` is channel ``p // apart * 2 * apart + p % apart``
+      and the one ``apart`` behind.
+    - If centred: for each head ``dim`` means as bfloat16; if they turn, first those of pairs'
+      first channels, then of the others.
     - One byte per unit, in the order of tokens, heads and units: its scale. A unit is 128
       elements of a vector if ``dim`` is a multiple of 128, else 64 if it is a multiple of 64,
       else the vector. 0 is a unit of zeros; ``s`` is ``(1 + s % 16 / 16) * 2 ** (B - 142 +
       s // 16)``.
     - The units' elements, ``width / 8`` bytes each, in the same order.
+    - If precise, for each head the uint16 numbers of its tokens, ascending; then the scale of
+      each as bfloat16; then ``dim`` int8 of each: they are multiplied by it, and replace what
+      the other bytes say of the token.
 
     How a unit is restored, all in float32, each operation rounded once and in this order:
 
@@ -62,13 +79,16 @@ class Lbq:
        their mean is taken off each of them (a reflection). Each group goes through the
        butterflies of a Hadamard matrix in the order of ``lbq_tables.STAGES``.
     4. Multiplied by the scale divided by the square root of the group's size, with the sign
-       that the element has in ``lbq_tables.SIGNS``; the mean is added; what is beyond the
+       that the element has in ``lbq_tables.SIGNS``; the mean is added (turned: with cosine and
+       sine ``c``, ``s`` of the token, ``x c - y s`` and ``y c + x s``; they begin with 1 and 0,
+       and from token to token become ``c c1 - s s1`` and ``c s1 + s c1``); what is beyond the
        largest number of the dtype becomes that; rounded to it, ties to even.
 
     To store, the same backwards. The scale is the root of the mean square, and the path the one
     with the least squared error. Infinities and NaN count as missing: they are left out of
-    means and scales, and come back as about their channel's mean (not centred: as about zero).
-    A vector whose scale is less than ``2 ** -16`` of the tensor's largest becomes zeros.
+    means and scales, and come back as about their channel's mean (not centred, or in a precise
+    token: as about zero). A vector whose scale is less than ``2 ** -16`` of the tensor's largest
+    becomes its channels' means.
     """
 
     number = columns.CODER_LBQ
@@ -98,7 +118,7 @@ class Lbq:
             + (2 * channels if bits & CENTRED else 0)
             + units
             + tensor.vectors * tensor.dim * width // 8
-            + (channels * tensor.item_bytes if bits & FIRST else 0)
+            + (tensor.heads * _precise(tensor) * (4 + tensor.dim) if bits & PRECISE else 0)
         )
 
     def encode(
@@ -109,13 +129,19 @@ class Lbq:
         unit = tables.unit_of(tensor.dim)
         group = tables.group_of(unit)
         elements = tensor.gather(payload)
-        first = 1 if bits & FIRST else 0
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             values = _as_floats(tensor.dtype, elements)
             finite = np.isfinite(values)
-            finite[:first] = False
             values = np.where(finite, values, np.float32(0))
-            parts, means = _taken_off(values, finite, first, bits)
+            chosen = np.zeros((0, tensor.heads), dtype=np.int64)
+            apart: list[npt.NDArray[np.uint8]] = []
+            if bits & PRECISE:
+                chosen = _chosen(values, finite, _precise(tensor))
+                apart = _coarse(values, chosen)
+            # What is kept apart is missing here.
+            np.put_along_axis(finite, chosen[:, :, None], values=False, axis=0)
+            values = np.where(finite, values, np.float32(0))
+            parts, means = _taken_off(values, finite, chosen, bits)
             rest = _clamped(values - means, _MOST)
         units = np.where(finite, rest, np.float32(0)).reshape(-1, unit)
         # Every unit by a power of two that makes its largest element about 1.
@@ -138,8 +164,7 @@ class Lbq:
         by = np.where(codes > 0, by, np.float32(0))
         rotated = _rotate(units * _signs(unit), group, mixed_last=True) * by[:, None]
         parts.append(_quantise(rotated, width).reshape(-1))
-        parts.append(elements[:first].reshape(-1))
-        return np.concatenate((np.array([top], dtype=np.uint8), *parts))
+        return np.concatenate((np.array([top], dtype=np.uint8), *parts, *apart))
 
     def decode(
         self,
@@ -171,10 +196,14 @@ class Lbq:
             values = rotated * (by[:, None] * _signs(unit))
             values = values.reshape(tensor.tokens, tensor.heads, tensor.dim) + means
         elements = _as_elements(tensor.dtype, _clamped(values, _LARGEST[tensor.dtype]))
-        if bits & FIRST:
-            elements[0] = stored[end:size].reshape(elements.shape[1:])
+        if bits & PRECISE:
+            _put_back(stored[end:size], tensor, elements)
         tensor.scatter(elements, payload)
         return size
+
+
+def _precise(tensor: TensorLayout) -> int:
+    return tables.precise_of(tensor.tokens, tensor.role == "key")
 
 
 def _width(tensor: TensorLayout, bits: int) -> int:
@@ -182,8 +211,9 @@ def _width(tensor: TensorLayout, bits: int) -> int:
     if (
         not Lbq().takes(tensor)
         or width not in tables.WIDTHS
-        or more & ~(CENTRED | FIRST | TURNING)
+        or more & ~(CENTRED | PRECISE | TURNING)
         or (more & TURNING and (not more & CENTRED or tensor.dim % 32))
+        or (more & PRECISE and tensor.vectors > _MOST_VECTORS)
     ):
         raise ValueError(
             f"lbq does not store {tensor.role} of {tensor.dtype} in vectors of {tensor.dim} with "
@@ -233,8 +263,60 @@ def _usable(means: Floats) -> npt.NDArray[np.uint16]:
     return _narrow(np.where(np.abs(means) <= _LARGEST["bfloat16"], means, np.float32(0)))
 
 
+def _chosen(values: Floats, finite: npt.NDArray[np.bool_], count: int) -> Ints:
+    """``(count, heads)``: tokens that are furthest from the mean for their length, ascending."""
+    one = np.float32(1)
+    means = np.divide(
+        _total(values), np.maximum(_total(finite.astype(np.float32)), one), dtype=np.float32
+    )
+    rest = np.where(finite, values - means, np.float32(0))
+    ratio = _lane_sums(rest * rest) / _lane_sums(values * values)
+    ratio = np.where(ratio >= 0, ratio, np.float32(0))  # no number: 0 of 0
+    order = np.argsort(-ratio, axis=0, kind="stable")[:count]
+    return np.sort(order, axis=0)
+
+
+def _lane_sums(numbers: Floats) -> Floats:
+    """Sum along the last axis, in 16 lanes and then over these."""
+    lanes = np.moveaxis(numbers.reshape(*numbers.shape[:2], -1, 16), 2, 0)
+    return _total(np.moveaxis(_total(lanes), 2, 0))
+
+
+def _coarse(values: Floats, chosen: Ints) -> list[npt.NDArray[np.uint8]]:
+    """How the chosen tokens are stored."""
+    vectors = np.take_along_axis(values, chosen[:, :, None], axis=0).transpose(1, 0, 2)
+    most = np.abs(vectors).max(axis=2) / np.float32(127)
+    scales = ((most.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+    steps = np.rint(vectors / _wide(scales)[:, :, None])
+    steps = np.where(scales[:, :, None] > 0, np.clip(steps, -127, 127), 0).astype(np.int8)
+    return [
+        chosen.T.astype("<u2").reshape(-1).view(np.uint8),
+        scales.reshape(-1).view(np.uint8),
+        steps.reshape(-1).view(np.uint8),
+    ]
+
+
+def _put_back(
+    stored: npt.NDArray[np.uint8], tensor: TensorLayout, elements: npt.NDArray[np.uint8]
+) -> None:
+    """Restore the chosen tokens."""
+    heads, count = tensor.heads, _precise(tensor)
+    size = 2 * heads * count
+    tokens = stored[:size].copy().view("<u2").reshape(heads, count).astype(np.int64)
+    if (tokens >= tensor.tokens).any():
+        raise FormatError("a token of a stored tensor is wrong: it is computed again")
+    scales = _wide(stored[size : 2 * size].copy().view("<u2").reshape(heads, count))
+    steps = stored[2 * size :].view(np.int8).reshape(heads, count, tensor.dim)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = steps.astype(np.float32) * scales[:, :, None]
+    vectors = _as_elements(tensor.dtype, _clamped(values, _LARGEST[tensor.dtype]))
+    # One after the other: malformed bytes may name a token twice.
+    for number in range(count):
+        elements[tokens[:, number], np.arange(heads)] = vectors[:, number]
+
+
 def _taken_off(
-    values: Floats, finite: npt.NDArray[np.bool_], first: int, bits: int
+    values: Floats, finite: npt.NDArray[np.bool_], chosen: Ints, bits: int
 ) -> tuple[list[npt.NDArray[np.uint8]], Floats]:
     """How what is taken off is stored, and what it is: ``(tokens or 1, heads, dim)``."""
     tokens, heads, dim = values.shape
@@ -246,8 +328,9 @@ def _taken_off(
         mean = np.divide(_total(values), count, dtype=np.float32)
         stored = _usable(mean)
         return [stored.reshape(-1).view(np.uint8)], _wide(stored)[None]
-    whole = bool(finite[first:].all()) and tokens - first >= 2
-    distance = _distance(values[first:, :1]) if whole else dim // 2
+    left = tokens - chosen.shape[0]
+    whole = left >= 2 and int(finite.sum()) == left * heads * dim
+    distance = _distance(values[:, :1], left) if whole else dim // 2
     pairs = _pairs(values, distance)
     count = np.maximum(_total(_pairs(finite.astype(np.float32), distance)), one)
     still = np.divide(_total(pairs), count, dtype=np.float32)
@@ -255,8 +338,8 @@ def _taken_off(
     step[0] = tables.UNITY
     means = still
     if whole:
-        turns = _turns(pairs[first:])
-        turning = _projected(pairs[first:], _phases(turns, tokens)[first:])
+        turns = _turns(pairs)
+        turning = _projected(pairs, _phases(turns, tokens), left)
         better = _energy(turning) > _energy(still)
         step = np.where(better, turns, step).astype(np.int16)
         means = np.where(better, turning, still)
@@ -304,14 +387,14 @@ def _unpaired(pairs: Floats, distance: int) -> Floats:
     return np.ascontiguousarray(blocks).reshape(tokens, heads, -1)
 
 
-def _distance(values: Floats) -> int:
+def _distance(values: Floats, left: int) -> int:
     """The distance of channels with which turning means take most off the first head."""
     best, most = 0, -1.0
     for distance in tables.distances_of(values.shape[2]):
         pairs = _pairs(values, distance)
         turns = _turns(pairs)
-        turning = _energy(_projected(pairs, _phases(turns, pairs.shape[0])))
-        mean: Floats = _total(pairs) / np.float32(pairs.shape[0])
+        turning = _energy(_projected(pairs, _phases(turns, pairs.shape[0]), left))
+        mean: Floats = _total(pairs) / np.float32(left)
         still = _energy(mean)
         energies = np.where(turning > still, turning, still).astype(np.float64)
         total = float(np.cumsum(energies)[-1])
@@ -376,12 +459,12 @@ def _phases(turns: npt.NDArray[np.int16], tokens: int) -> Floats:
     return phases
 
 
-def _projected(pairs: Floats, phases: Floats) -> Floats:
-    """float32 ``(heads, 2, dim / 2)``: means of pairs turned back."""
+def _projected(pairs: Floats, phases: Floats, count: int) -> Floats:
+    """float32 ``(heads, 2, dim / 2)``: means of pairs turned back, of so many tokens."""
     x, y = pairs[:, :, 0], pairs[:, :, 1]
     c, s = phases[:, None, 0], phases[:, None, 1]
     totals = np.stack((_total(x * c + y * s), _total(y * c - x * s)), axis=1)
-    means: Floats = totals / np.float32(pairs.shape[0])
+    means: Floats = totals / np.float32(count)
     return means
 
 

@@ -16,6 +16,7 @@ from lifeboat_cache.kernels.jit import helper
 from lifeboat_cache.kernels.lbq_lanes import (
     BF16,
     F32,
+    FIRST_HALVES,
     FLOATS,
     FP16,
     FP32,
@@ -29,6 +30,7 @@ from lifeboat_cache.kernels.lbq_lanes import (
     OVER_ROOTS,
     REFUSED,
     ROW,
+    SECOND_HALVES,
     Kind,
     as_floats,
     as_ints,
@@ -38,8 +40,10 @@ from lifeboat_cache.kernels.lbq_lanes import (
     floats,
     ints,
     load,
+    load_u16,
     loop,
     pick,
+    precise_of,
     reflect,
     sign_bits,
     spread,
@@ -48,9 +52,8 @@ from lifeboat_cache.kernels.lbq_lanes import (
     store,
     store_signs,
     stored_size,
-    turn_phases,
-    turned_means,
     unit_of,
+    vector_at,
     widen,
     wrap,
 )
@@ -310,6 +313,66 @@ def _finish_of(kind: Kind, unit: int) -> Any:
 _UNITS = (64, 80, 96, 128)
 
 
+def _all_turned_of(beside: bool) -> Any:
+    """``turned(at, nothing)``: all heads' means at a token; ``at`` is the address of words.
+
+    They are the addresses of means, phases, what phases turn by, and of the first head's means
+    at the token; then the numbers of heads, of blocks of channels and of groups of 16 pairs in
+    a block, then the bytes of a head's means and of half a block. Phases go on to the next
+    token.
+    """
+
+    def build(builder: Any, parameters: Any, nothing: Any) -> None:
+        del nothing
+        means, phases, by, to, heads, blocks, groups, head_by, half = (
+            load(builder, parameters, 8 * number, I64) for number in range(9)
+        )
+        apart = builder.lshr(head_by, ir.Constant(I64, 1))
+        by_phases = builder.sub(by, phases)
+
+        def group(_: Any, at: list[Any]) -> list[Any]:
+            own_means, phase, own_to = at
+            cosine, sine = load(builder, phase), load(builder, phase, ROW)
+
+            def head(_: Any, places: list[Any]) -> list[Any]:
+                x = load(builder, places[0])
+                y = load(builder, builder.add(places[0], apart))
+                one = builder.fsub(builder.fmul(x, cosine), builder.fmul(y, sine))
+                other = builder.fadd(builder.fmul(y, cosine), builder.fmul(x, sine))
+                if beside:
+                    store(builder, builder.shuffle_vector(one, other, FIRST_HALVES), places[1])
+                    last = builder.shuffle_vector(one, other, SECOND_HALVES)
+                    store(builder, last, places[1], ROW)
+                else:
+                    store(builder, one, places[1])
+                    store(builder, other, builder.add(places[1], half))
+                return [builder.add(place, head_by) for place in places]
+
+            loop(builder, heads, [own_means, own_to], head)
+            turn_from = builder.add(phase, by_phases)
+            c, s = load(builder, turn_from), load(builder, turn_from, ROW)
+            one = builder.fsub(builder.fmul(cosine, c), builder.fmul(sine, s))
+            other = builder.fadd(builder.fmul(cosine, s), builder.fmul(sine, c))
+            store(builder, one, phase)
+            store(builder, other, phase, ROW)
+            steps = (ROW, 2 * ROW, 2 * ROW if beside else ROW)
+            return [
+                builder.add(place, ir.Constant(I64, number))
+                for place, number in zip(at, steps, strict=True)
+            ]
+
+        def block(_: Any, at: list[Any]) -> list[Any]:
+            after = loop(builder, groups, at, group)
+            return [*after[:2], builder.add(after[2], half)]
+
+        loop(builder, blocks, [means, phases, to], block)
+
+    return wrap(2, build)
+
+
+_all_turned_apart, _all_turned_beside = _all_turned_of(beside=False), _all_turned_of(beside=True)
+
+
 def _build_rotation(group: int) -> Any:
     """``rotate(at, nothing)``: a group of 16 or 32 in its place."""
 
@@ -402,7 +465,8 @@ _finish_bf16, _finish_fp16, _finish_fp32 = (_finishing(kind) for kind in (BF16, 
 
 # Working memory of restoring, in bytes from its beginning.
 _PARAMETERS = 0
-_SIGNS = _PARAMETERS + 2 * ROW
+_TURNS = _PARAMETERS + 2 * ROW
+_SIGNS = _TURNS + 2 * ROW
 _TOTAL = _SIGNS + 8 * ROW
 _PADDED = _TOTAL + ROW
 _MEANS = _PADDED + ROW
@@ -412,7 +476,46 @@ _PHASES = _ROWS + 4 * MOST_CHANNELS
 _BY = _PHASES + 4 * MOST_DIM
 
 #: Bytes of levels that are made at a time: they stay in the first cache.
-_BATCH = 16384
+_BATCH = 4096
+
+
+def _build_times(kind: Kind) -> Any:
+    """``times(steps, to, scale)``: 16 steps of 8 bits; ``scale`` is the bits of a float32."""
+
+    def build(builder: Any, source: Any, to: Any, scale: Any) -> None:
+        wide = builder.sext(load(builder, source, 0, ir.VectorType(I8, LANES)), INTS)
+        by = as_floats(builder, spread(builder, builder.trunc(scale, I32)))
+        kind.store(builder, builder.fmul(builder.sitofp(wide, FLOATS), by), to)
+
+    return wrap(3, build)
+
+
+_times_bf16, _times_fp16, _times_fp32 = (_build_times(kind) for kind in (BF16, FP16, FP32))
+
+
+@helper
+def _put_back(words: Any, start: Any, end: Any) -> Any:
+    """Restore the tokens that are stored apart; whether all of them are tokens."""
+    heads, dim, dtype = words[C.ROW_HEADS], words[C.ROW_DIM], words[C.ROW_DTYPE]
+    tokens, count = words[C.ROW_OUTER] * words[C.ROW_INNER], precise_of(words)
+    source = end - heads * count * (4 + dim)
+    steps = source + 4 * heads * count
+    for head in range(heads):
+        for number in range(count):
+            place = head * count + number
+            token = np.int64(load_u16(source + 2 * place))
+            if token >= tokens:
+                return False
+            scale = np.int64(load_u16(source + 2 * (heads * count + place))) << 16
+            to, at = vector_at(words, start, token, head), steps + place * dim
+            for channel in range(0, dim, 16):
+                if dtype == C.DTYPE_BF16:
+                    _times_bf16(at + channel, to + 2 * channel, scale)
+                elif dtype == C.DTYPE_FP16:
+                    _times_fp16(at + channel, to + 2 * channel, scale)
+                else:
+                    _times_fp32(at + channel, to + 4 * channel, scale)
+    return True
 
 
 @helper
@@ -466,12 +569,18 @@ def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
     scales, turning, distance = src + 1, bits & tables.TURNING, np.int64(0)
     means, levels = scratch + _MEANS, scratch + _LEVELS
     phases, by = scratch + _PHASES, scratch + _BY
+    turns = words_at(scratch + _TURNS)
     if turning:
         distance = np.int64(bytes_at(scales)[0]) | np.int64(bytes_at(scales)[1]) << 8
         fourth = distance == dim // 4 and dim % 64 == 0
         if distance not in (1, dim // 2) and not fourth:
             return REFUSED
         start_phases(phases, by, scales + 2, dim // 2)
+        turns[0], turns[1], turns[2] = means, phases, by
+        turns[4], turns[7] = heads, 4 * dim
+        turns[5], turns[6], turns[8] = np.int64(1), dim // 32, np.int64(0)
+        if distance > 1:
+            turns[5], turns[6], turns[8] = dim // (2 * distance), distance // 16, 4 * distance
         scales += 2 + 2 * dim
     if bits & tables.CENTRED:
         for at in range(0, heads * dim, 16):
@@ -506,11 +615,11 @@ def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
             if turning:
                 offsets = scratch + _ROWS
                 for token in range(tokens):
-                    for head in range(heads):
-                        at = 4 * head * dim
-                        to = offsets + 4 * token * heads * dim + at
-                        turned_means(means + at, phases, dim, distance, to)
-                    turn_phases(phases, by, dim // 2)
+                    turns[3] = offsets + 4 * token * heads * dim
+                    if distance == 1:
+                        _all_turned_beside(scratch + _TURNS, 0)
+                    else:
+                        _all_turned_apart(scratch + _TURNS, 0)
             for head in range(np.int64(1) if together else heads):
                 parameters[_P_LEVELS] = levels + 4 * head * dim
                 parameters[_P_MEANS] = offsets + 4 * head * dim
@@ -527,8 +636,6 @@ def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
             codes += tokens * heads * dim * width // 8
             scales += tokens * heads * units
             first += tokens
-    if bits & tables.FIRST:
-        for head in range(heads):
-            to = start + head * words[C.ROW_HEAD_STRIDE]
-            raw.copy(to, src + stored - (heads - head) * dim * item, dim * item)
+    if bits & tables.PRECISE and not _put_back(words, start, src + stored):
+        return REFUSED
     return stored

@@ -15,7 +15,7 @@ from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import lbq_tables as tables
 from lifeboat_cache.kernels import raw
 from lifeboat_cache.kernels.jit import helper, inline
-from lifeboat_cache.kernels.lbq_fit import fit_means, fit_turning
+from lifeboat_cache.kernels.lbq_fit import choose, fit_means, fit_turning, is_chosen
 from lifeboat_cache.kernels.lbq_lanes import (
     BF16,
     F32,
@@ -457,7 +457,7 @@ def _point(words: Any, start: Any, first: Any, head: Any, distance: Any, scratch
         token = first + lane if first + lane < tokens else first
         addresses[lane] = vector_at(words, start, token, head)
         addresses[16 + lane] = means
-        if token == 0 and bits & tables.FIRST:
+        if is_chosen(words, token, head, scratch):
             addresses[lane] = addresses[16 + lane] = nothing
         elif bits & tables.TURNING:
             addresses[16 + lane] = scratch + _TURNED + 4 * dim * lane
@@ -506,6 +506,8 @@ def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
     tokens = words[C.ROW_OUTER] * words[C.ROW_INNER]
     unit = unit_of(dim)
     group, units, unit_bytes = _group_of(unit), dim // unit, unit * width // 8
+    if bits & tables.PRECISE:
+        choose(words, start, dst + size, scratch)
     scales, distance = dst + 1, np.int64(0)
     if turning:
         distance = fit_turning(words, start, scales, scratch)
@@ -555,9 +557,4 @@ def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
                         heads * units * unit_bytes,
                     )
     bytes_at(dst)[0] = top
-    if bits & tables.FIRST:
-        item = np.int64(4) if words[C.ROW_DTYPE] == C.DTYPE_FP32 else np.int64(2)
-        for head in range(heads):
-            to = dst + size - (heads - head) * dim * item
-            raw.copy(to, start + head * words[C.ROW_HEAD_STRIDE], dim * item)
     return size

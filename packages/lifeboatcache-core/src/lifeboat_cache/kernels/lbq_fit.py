@@ -11,13 +11,15 @@ from llvmlite import ir
 from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import lbq_tables as tables
 from lifeboat_cache.kernels import raw
-from lifeboat_cache.kernels.jit import helper
+from lifeboat_cache.kernels.jit import helper, inline
 from lifeboat_cache.kernels.lbq_lanes import (
     BF16,
     BF16_MOST,
     EVENS,
     FP16,
     FP32,
+    I8,
+    I32,
     I64,
     INF,
     INTS,
@@ -25,19 +27,25 @@ from lifeboat_cache.kernels.lbq_lanes import (
     MAGNITUDE,
     MOST_CHANNELS,
     MOST_DIM,
+    MOST_VECTORS,
     ODDS,
     ROW,
     Kind,
     as_floats,
     as_ints,
+    bits_of,
+    float_of,
     floats,
     floats_of_bits,
     ints,
     load,
     loop,
+    precise_of,
+    spread,
     start_phases,
     step,
     store,
+    store_u16,
     to_bf16,
     turn_phases,
     vector_at,
@@ -45,9 +53,13 @@ from lifeboat_cache.kernels.lbq_lanes import (
 )
 from lifeboat_cache.kernels.memory import bytes_at, float32_at, float64_at, int16_at
 
-__all__ = ["fit_means", "fit_turning"]
+__all__ = ["CHOSEN", "choose", "fit_means", "fit_turning", "is_chosen"]
 
-# Working memory, in bytes from its beginning; all of it is free again afterwards.
+#: Where in working memory a byte for each token and head is, which is 1 for those that are
+#: stored apart. All before is free again afterwards.
+CHOSEN = 3 << 20
+
+# Working memory, in bytes from its beginning.
 _PHASES = 0
 _BY = _PHASES + 4 * MOST_DIM
 _LAGGED = _BY + 4 * MOST_DIM
@@ -58,6 +70,8 @@ _LARGEST = _SINES + 4 * MOST_DIM
 _STILL = _LARGEST + ROW
 _COUNTS = _STILL + 4 * MOST_CHANNELS
 _TURNING = _COUNTS + 4 * MOST_CHANNELS
+_RATIOS = _TURNING + 4 * MOST_CHANNELS
+_SUMS = _RATIOS + 4 * MOST_VECTORS
 
 
 class _Pairs:
@@ -273,13 +287,23 @@ def _add_turning(words: Any, vector: Any, distance: Any, phases: Any, total: Any
         _turning_fp32(vector, dim, distance, phases, total)
 
 
+@inline
+def is_chosen(words: Any, token: Any, head: Any, scratch: Any) -> Any:
+    """Whether a token is stored apart."""
+    if not words[C.ROW_BITS] & tables.PRECISE:
+        return False
+    return bytes_at(scratch + CHOSEN)[token * words[C.ROW_HEADS] + head] != 0
+
+
 @helper
-def _all_finite(words: Any, start: Any, first: Any, scratch: Any) -> Any:
+def _all_finite(words: Any, start: Any, scratch: Any) -> Any:
     dim, dtype = words[C.ROW_DIM], words[C.ROW_DTYPE]
     most = scratch + _LARGEST
     raw.zero(most, ROW)
-    for token in range(first, words[C.ROW_OUTER] * words[C.ROW_INNER]):
+    for token in range(words[C.ROW_OUTER] * words[C.ROW_INNER]):
         for head in range(words[C.ROW_HEADS]):
+            if is_chosen(words, token, head, scratch):
+                continue
             vector = vector_at(words, start, token, head)
             if dtype == C.DTYPE_BF16:
                 _most_bf16(vector, dim, most)
@@ -294,9 +318,7 @@ def _all_finite(words: Any, start: Any, first: Any, scratch: Any) -> Any:
 
 
 @helper
-def _find_turns(
-    words: Any, start: Any, first: Any, heads: Any, distance: Any, scratch: Any
-) -> None:
+def _find_turns(words: Any, start: Any, heads: Any, distance: Any, scratch: Any) -> None:
     """By which cosine and sine each pair turns, as it is stored, at ``_STEPS``."""
     dim, tokens = words[C.ROW_DIM], words[C.ROW_OUTER] * words[C.ROW_INNER]
     pairs = dim // 2
@@ -304,10 +326,14 @@ def _find_turns(
     totals, steps = float32_at(total), int16_at(scratch + _STEPS)
     cosines, sines = float64_at(scratch + _COSINES), float64_at(scratch + _SINES)
     lag = np.int64(1)
-    while lag <= 64 and lag < tokens - first:
+    while lag <= 64 and lag < tokens:
         raw.zero(total, 4 * dim)
         for head in range(heads):
-            for token in range(first, tokens - lag):
+            for token in range(tokens - lag):
+                if is_chosen(words, token, head, scratch) or is_chosen(
+                    words, token + lag, head, scratch
+                ):
+                    continue
                 now = vector_at(words, start, token, head)
                 then = vector_at(words, start, token + lag, head)
                 _add_lag(words, now, then, distance, total)
@@ -346,23 +372,18 @@ def _find_turns(
 
 
 @helper
-def _project(
-    words: Any, start: Any, first: Any, heads: Any, distance: Any, skip: Any, scratch: Any
-) -> None:
-    """Totals of heads, still and turned back, at ``_STILL`` and ``_TURNING``.
-
-    Phases begin ``skip`` tokens before the first.
-    """
+def _project(words: Any, start: Any, heads: Any, distance: Any, scratch: Any) -> None:
+    """Totals of heads, still and turned back, at ``_STILL`` and ``_TURNING``."""
     dim, tokens = words[C.ROW_DIM], words[C.ROW_OUTER] * words[C.ROW_INNER]
     phases, by = scratch + _PHASES, scratch + _BY
     raw.zero(scratch + _STILL, 4 * heads * dim)
     raw.zero(scratch + _COUNTS, 4 * heads * dim)
     raw.zero(scratch + _TURNING, 4 * heads * dim)
     start_phases(phases, by, scratch + _STEPS, dim // 2)
-    for _ in range(skip):
-        turn_phases(phases, by, dim // 2)
-    for token in range(first, tokens):
+    for token in range(tokens):
         for head in range(heads):
+            if is_chosen(words, token, head, scratch):
+                continue
             vector, at = vector_at(words, start, token, head), 4 * head * dim
             still, counts = scratch + _STILL + at, scratch + _COUNTS + at
             _add_still(words, vector, distance, still, counts)
@@ -392,13 +413,12 @@ def _energy(means: Any, heads: Any, dim: Any, pair: Any) -> Any:
 
 
 @helper
-def _taken_off(words: Any, start: Any, first: Any, distance: Any, scratch: Any) -> Any:
+def _taken_off(words: Any, start: Any, left: Any, distance: Any, scratch: Any) -> Any:
     """How much the first head's means take off."""
-    dim, tokens = words[C.ROW_DIM], words[C.ROW_OUTER] * words[C.ROW_INNER]
-    one = np.int64(1)
-    _find_turns(words, start, first, one, distance, scratch)
-    _project(words, start, first, one, distance, np.int64(0), scratch)
-    _means(one, dim, tokens - first, scratch)
+    dim, one = words[C.ROW_DIM], np.int64(1)
+    _find_turns(words, start, one, distance, scratch)
+    _project(words, start, one, distance, scratch)
+    _means(one, dim, left, scratch)
     total = 0.0
     for pair in range(dim // 2):
         still = _energy(scratch + _STILL, one, dim, pair)
@@ -412,23 +432,23 @@ def fit_turning(words: Any, start: Any, dst: Any, scratch: Any) -> Any:
     """Store how means turn and what they are; returns how far apart channels of a pair are."""
     heads, dim = words[C.ROW_HEADS], words[C.ROW_DIM]
     tokens = words[C.ROW_OUTER] * words[C.ROW_INNER]
-    first = np.int64(1) if words[C.ROW_BITS] & tables.FIRST else np.int64(0)
-    whole = tokens - first >= 2 and _all_finite(words, start, first, scratch)
+    left = tokens - (precise_of(words) if words[C.ROW_BITS] & tables.PRECISE else 0)
+    whole = left >= 2 and _all_finite(words, start, scratch)
     distance = dim // 2
     steps = int16_at(scratch + _STEPS)
     if whole:
         most = -1.0
         for number in range(3 if dim % 64 == 0 else 2):
             tried = dim // 2 if number == 0 else (np.int64(1) if number == 1 else dim // 4)
-            total = _taken_off(words, start, first, tried, scratch)
+            total = _taken_off(words, start, left, tried, scratch)
             if total > most:
                 distance, most = tried, total
-        _find_turns(words, start, first, heads, distance, scratch)
+        _find_turns(words, start, heads, distance, scratch)
     else:
         for pair in range(dim // 2):
             steps[pair], steps[dim // 2 + pair] = tables.UNITY, 0
-    _project(words, start, first, heads, distance, first, scratch)
-    _means(heads, dim, tokens - first, scratch)
+    _project(words, start, heads, distance, scratch)
+    _means(heads, dim, left, scratch)
     still, turning = float32_at(scratch + _STILL), float32_at(scratch + _TURNING)
     for pair in range(dim // 2):
         better = _energy(scratch + _TURNING, heads, dim, pair) > _energy(
@@ -448,15 +468,15 @@ def fit_turning(words: Any, start: Any, dst: Any, scratch: Any) -> Any:
 
 
 @helper
-def fit_means(words: Any, start: Any, dst: Any, scratch: Any) -> None:
-    """Store the means of channels."""
+def _add_channels(words: Any, start: Any, scratch: Any) -> None:
+    """Means of channels, at ``_STILL``."""
     heads, dim, dtype = words[C.ROW_HEADS], words[C.ROW_DIM], words[C.ROW_DTYPE]
-    tokens = words[C.ROW_OUTER] * words[C.ROW_INNER]
-    first = np.int64(1) if words[C.ROW_BITS] & tables.FIRST else np.int64(0)
     raw.zero(scratch + _STILL, 4 * heads * dim)
     raw.zero(scratch + _COUNTS, 4 * heads * dim)
-    for token in range(first, tokens):
+    for token in range(words[C.ROW_OUTER] * words[C.ROW_INNER]):
         for head in range(heads):
+            if is_chosen(words, token, head, scratch):
+                continue
             vector, at = vector_at(words, start, token, head), 4 * head * dim
             still, counts = scratch + _STILL + at, scratch + _COUNTS + at
             if dtype == C.DTYPE_BF16:
@@ -468,5 +488,156 @@ def fit_means(words: Any, start: Any, dst: Any, scratch: Any) -> None:
     numbers, divisors = float32_at(scratch + _STILL), float32_at(scratch + _COUNTS)
     for channel in range(heads * dim):
         numbers[channel] = numbers[channel] / max(divisors[channel], np.float32(1))
-    for at in range(0, heads * dim, 16):
+
+
+@helper
+def fit_means(words: Any, start: Any, dst: Any, scratch: Any) -> None:
+    """Store the means of channels."""
+    _add_channels(words, start, scratch)
+    for at in range(0, words[C.ROW_HEADS] * words[C.ROW_DIM], 16):
         _usable(scratch + _STILL + 4 * at, dst + 2 * at)
+
+
+def _squares_of(kind: Kind) -> Any:
+    """``squares(vector, means, dim, to)``: sums of squares around the means and of elements."""
+
+    def build(builder: Any, vector: Any, means: Any, dim: Any, to: Any) -> None:
+        def body(number: Any, sums: list[Any]) -> list[Any]:
+            value = kind.load(builder, step(builder, vector, number, LANES * kind.item))
+            size = builder.and_(as_ints(builder, value), ints(MAGNITUDE))
+            finite = builder.icmp_signed("<", size, ints(INF))
+            value = builder.select(finite, value, floats(0))
+            rest = builder.fsub(value, load(builder, step(builder, means, number, ROW)))
+            rest = builder.select(finite, rest, floats(0))
+            return [
+                builder.fadd(sums[0], builder.fmul(rest, rest)),
+                builder.fadd(sums[1], builder.fmul(value, value)),
+            ]
+
+        count = builder.lshr(dim, ir.Constant(I64, 4))
+        around, whole = loop(builder, count, [floats(0), floats(0)], body)
+        store(builder, around, to)
+        store(builder, whole, to, ROW)
+
+    return wrap(4, build)
+
+
+def _steps_of(kind: Kind) -> tuple[Any, Any]:
+    """``largest(vector, dim, to)`` and ``steps(vector, dim, to, scale)`` of a dtype.
+
+    Magnitudes and steps of what is not finite are 0.
+    """
+    magic = floats(1.5 * 2**23)  # has whole numbers in its last place, and rounds to even
+
+    def value_of(builder: Any, vector: Any, number: Any) -> Any:
+        value = kind.load(builder, step(builder, vector, number, LANES * kind.item))
+        size = builder.and_(as_ints(builder, value), ints(MAGNITUDE))
+        finite = builder.icmp_signed("<", size, ints(INF))
+        return builder.select(finite, value, floats(0))
+
+    def build_largest(builder: Any, vector: Any, dim: Any, to: Any) -> None:
+        def body(number: Any, most: list[Any]) -> list[Any]:
+            value = as_ints(builder, value_of(builder, vector, number))
+            size = builder.and_(value, ints(MAGNITUDE))
+            return [builder.select(builder.icmp_signed(">", size, most[0]), size, most[0])]
+
+        (most,) = loop(builder, builder.lshr(dim, ir.Constant(I64, 4)), [ints(0)], body)
+        store(builder, most, to)
+
+    def build_steps(builder: Any, vector: Any, dim: Any, to: Any, scale: Any) -> None:
+        by = as_floats(builder, spread(builder, builder.trunc(scale, I32)))
+
+        def body(number: Any, nothing: list[Any]) -> list[Any]:
+            value = builder.fdiv(value_of(builder, vector, number), by)
+            value = builder.fsub(builder.fadd(value, magic), magic)
+            most, least = floats(127), floats(-127)
+            value = builder.select(builder.fcmp_ordered("<", value, most), value, most)
+            value = builder.select(builder.fcmp_ordered(">", value, least), value, least)
+            steps = builder.trunc(builder.fptosi(value, INTS), ir.VectorType(I8, LANES))
+            store(builder, steps, step(builder, to, number, LANES))
+            return nothing
+
+        loop(builder, builder.lshr(dim, ir.Constant(I64, 4)), [], body)
+
+    return wrap(3, build_largest), wrap(4, build_steps)
+
+
+_squares_bf16, _squares_fp16, _squares_fp32 = (_squares_of(kind) for kind in (BF16, FP16, FP32))
+_largest_bf16, _steps_bf16 = _steps_of(BF16)
+_largest_fp16, _steps_fp16 = _steps_of(FP16)
+_largest_fp32, _steps_fp32 = _steps_of(FP32)
+
+
+@helper
+def _ratio(words: Any, vector: Any, means: Any, scratch: Any) -> Any:
+    """How far a vector is from the means, for its length."""
+    dim, dtype, to = words[C.ROW_DIM], words[C.ROW_DTYPE], scratch + _SUMS
+    if dtype == C.DTYPE_BF16:
+        _squares_bf16(vector, means, dim, to)
+    elif dtype == C.DTYPE_FP16:
+        _squares_fp16(vector, means, dim, to)
+    else:
+        _squares_fp32(vector, means, dim, to)
+    sums = float32_at(to)
+    around, whole = np.float32(0), np.float32(0)
+    for lane in range(16):
+        around = around + sums[lane]
+        whole = whole + sums[16 + lane]
+    ratio = around / whole
+    return max(ratio, np.float32(0))
+
+
+@helper
+def _store_steps(words: Any, vector: Any, scale_at: Any, to: Any, scratch: Any) -> None:
+    """Store a vector in 8 bits per element."""
+    dim, dtype, row = words[C.ROW_DIM], words[C.ROW_DTYPE], scratch + _SUMS
+    if dtype == C.DTYPE_BF16:
+        _largest_bf16(vector, dim, row)
+    elif dtype == C.DTYPE_FP16:
+        _largest_fp16(vector, dim, row)
+    else:
+        _largest_fp32(vector, dim, row)
+    most = np.int64(0)
+    for lane in range(16):
+        most = max(most, np.int64(raw.load_u32(row + 4 * lane)))
+    scale = (bits_of(float_of(most) / np.float32(127)) + 0xFFFF) >> 16
+    store_u16(scale_at, scale)
+    if scale == 0:
+        raw.zero(to, dim)
+    elif dtype == C.DTYPE_BF16:
+        _steps_bf16(vector, dim, to, scale << 16)
+    elif dtype == C.DTYPE_FP16:
+        _steps_fp16(vector, dim, to, scale << 16)
+    else:
+        _steps_fp32(vector, dim, to, scale << 16)
+
+
+@helper
+def choose(words: Any, start: Any, end: Any, scratch: Any) -> None:
+    """Choose the tokens that are stored apart, and store them before ``end``."""
+    heads, dim = words[C.ROW_HEADS], words[C.ROW_DIM]
+    tokens, count = words[C.ROW_OUTER] * words[C.ROW_INNER], precise_of(words)
+    chosen, ratios = bytes_at(scratch + CHOSEN), float32_at(scratch + _RATIOS)
+    raw.zero(scratch + CHOSEN, tokens * heads)
+    _add_channels(words, start, scratch)
+    to = end - heads * count * (4 + dim)
+    for head in range(heads):
+        for token in range(tokens):
+            vector = vector_at(words, start, token, head)
+            ratios[token] = _ratio(words, vector, scratch + _STILL + 4 * head * dim, scratch)
+        for _ in range(count):
+            best, most = 0, np.float32(-1)
+            for token in range(tokens):
+                if ratios[token] > most:
+                    best, most = token, ratios[token]
+            ratios[best] = np.float32(-2)
+            chosen[best * heads + head] = 1
+        place = head * count
+        for token in range(tokens):
+            if chosen[token * heads + head]:
+                store_u16(to + 2 * place, token)
+                vector = vector_at(words, start, token, head)
+                scale_at = to + 2 * (heads * count + place)
+                steps = to + 4 * heads * count + place * dim
+                _store_steps(words, vector, scale_at, steps, scratch)
+                place += 1

@@ -18,13 +18,14 @@ from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import lbq_tables as tables
 from lifeboat_cache.kernels import raw
 from lifeboat_cache.kernels.jit import helper, inline
-from lifeboat_cache.kernels.memory import float32_at, int16_at
+from lifeboat_cache.kernels.memory import bytes_at, float32_at, int16_at
 
 __all__ = [
     "BF16",
     "BF16_MOST",
     "EVENS",
     "F32",
+    "FIRST_HALVES",
     "FLOATS",
     "FP16",
     "FP16_MOST",
@@ -41,11 +42,13 @@ __all__ = [
     "MAGNITUDE",
     "MOST_CHANNELS",
     "MOST_DIM",
+    "MOST_VECTORS",
     "ODDS",
     "OVER_ROOTS",
     "REFUSED",
     "ROOTS",
     "ROW",
+    "SECOND_HALVES",
     "Kind",
     "add_row",
     "as_floats",
@@ -58,8 +61,10 @@ __all__ = [
     "floats_of_bits",
     "ints",
     "load",
+    "load_u16",
     "loop",
     "pick",
+    "precise_of",
     "reflect",
     "sign_bits",
     "spread",
@@ -67,6 +72,7 @@ __all__ = [
     "step",
     "store",
     "store_signs",
+    "store_u16",
     "stored_size",
     "take_off",
     "to_bf16",
@@ -82,6 +88,7 @@ __all__ = [
 REFUSED = np.int64(-1)
 MOST_DIM = 4096
 MOST_CHANNELS = 1 << 16
+MOST_VECTORS = 1 << 16
 
 I1 = ir.IntType(1)
 I8 = ir.IntType(8)
@@ -402,6 +409,13 @@ def unit_of(dim: Any) -> Any:
 
 
 @inline
+def precise_of(words: Any) -> Any:
+    """As in ``lbq_tables.py``."""
+    tokens = words[C.ROW_OUTER] * words[C.ROW_INNER]
+    return max(np.int64(1), tokens // (32 if words[C.ROW_ROLE] == C.ROLE_KEY else 128))
+
+
+@inline
 def stored_size(words: Any) -> Any:
     """Bytes of a stored tensor, or -1 if this coder does not store such tensors."""
     dtype, dim, bits = words[C.ROW_DTYPE], words[C.ROW_DIM], words[C.ROW_BITS]
@@ -410,7 +424,7 @@ def stored_size(words: Any) -> Any:
     if (
         dtype not in (C.DTYPE_BF16, C.DTYPE_FP16, C.DTYPE_FP32)
         or not 2 <= width <= 4
-        or bits != width | (bits & (tables.CENTRED | tables.FIRST | tables.TURNING))
+        or bits != width | (bits & (tables.CENTRED | tables.PRECISE | tables.TURNING))
         or (bits & tables.TURNING and (not bits & tables.CENTRED or dim % 32 != 0))
         or words[C.ROW_ROLE] not in (C.ROLE_KEY, C.ROLE_VALUE, C.ROLE_LATENT)
         or dim % 16 != 0
@@ -419,14 +433,29 @@ def stored_size(words: Any) -> Any:
     ):
         return REFUSED
     vectors = words[C.ROW_OUTER] * words[C.ROW_INNER] * words[C.ROW_HEADS]
+    if bits & tables.PRECISE and vectors > MOST_VECTORS:
+        return REFUSED
     size = 1 + vectors * (dim // unit_of(dim)) + vectors * dim * width // 8
     if bits & tables.CENTRED:
         size += 2 * channels
     if bits & tables.TURNING:
         size += 2 + 2 * dim
-    if bits & tables.FIRST:
-        size += channels * (4 if dtype == C.DTYPE_FP32 else 2)
+    if bits & tables.PRECISE:
+        size += words[C.ROW_HEADS] * precise_of(words) * (4 + dim)
     return size
+
+
+@inline
+def load_u16(address: Any) -> Any:
+    """The little-endian integer there."""
+    return np.int64(bytes_at(address)[0]) | np.int64(bytes_at(address)[1]) << 8
+
+
+@inline
+def store_u16(address: Any, number: Any) -> None:
+    """Write a little-endian integer."""
+    bytes_at(address)[0] = number & 0xFF
+    bytes_at(address)[1] = (number >> 8) & 0xFF
 
 
 @inline
@@ -458,8 +487,8 @@ turn = wrap(2, _build_turn)
 
 EVENS = pick(range(0, 32, 2))
 ODDS = pick(range(1, 32, 2))
-_FIRST_HALVES = pick([lane // 2 + (LANES if lane % 2 else 0) for lane in range(LANES)])
-_SECOND_HALVES = pick([8 + lane // 2 + (LANES if lane % 2 else 0) for lane in range(LANES)])
+FIRST_HALVES = pick([lane // 2 + (LANES if lane % 2 else 0) for lane in range(LANES)])
+SECOND_HALVES = pick([8 + lane // 2 + (LANES if lane % 2 else 0) for lane in range(LANES)])
 
 
 def _turned_of(beside: bool) -> Any:
@@ -476,8 +505,8 @@ def _turned_of(beside: bool) -> Any:
         one = builder.fsub(builder.fmul(x, cosine), builder.fmul(y, sine))
         other = builder.fadd(builder.fmul(y, cosine), builder.fmul(x, sine))
         if beside:
-            store(builder, builder.shuffle_vector(one, other, _FIRST_HALVES), to)
-            store(builder, builder.shuffle_vector(one, other, _SECOND_HALVES), to, ROW)
+            store(builder, builder.shuffle_vector(one, other, FIRST_HALVES), to)
+            store(builder, builder.shuffle_vector(one, other, SECOND_HALVES), to, ROW)
         else:
             store(builder, one, to)
             store(builder, other, builder.add(to, distance))

@@ -1,10 +1,11 @@
 """Tables of the coder LBQ, which its kernel and its twin share; see ``codecs/lbq.py``.
 
-The levels were computed by alternating between the best path of many unit Gaussian vectors of
-64 and the mean of what was coded by each level, until nothing moved (S. P. Lloyd's algorithm
-over the trellis of T. R. Fischer and M. W. Marcellin, "Trellis coded quantization of
-memoryless and Gauss-Markov sources", IEEE Trans. Communications 38(1), 1990). The trellis is
-G. Ungerboeck's of 8 states (parity checks 13 and 04, octal).
+The levels were computed by alternating between the best paths of many vectors of 64 (half of
+them Gaussian, half rotated keys and values of SmolLM2-135M) and the means of what was coded by
+each level, until nothing moved (S. P. Lloyd's algorithm over the trellis of T. R. Fischer and
+M. W. Marcellin, "Trellis coded quantization of memoryless and Gauss-Markov sources", IEEE Trans.
+Communications 38(1), 1990). The trellis is G. Ungerboeck's of 8 states (parity checks 13 and 04,
+octal).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 __all__ = [
     "CENTRED",
     "CHUNK",
-    "FIRST",
     "LAGS",
     "LEVELS",
     "ORDERS",
+    "PRECISE",
     "SHUFFLES",
     "SIGNS",
     "STAGES",
@@ -27,16 +28,17 @@ __all__ = [
     "distances_of",
     "exchanges",
     "group_of",
+    "precise_of",
     "subset_of",
     "unit_of",
 ]
 
-#: ``ROW_BITS`` is one of the widths, and more for each of these: means are taken off; the
-#: first token is kept as it is; means turn from token to token, which only ``CENTRED`` have.
+#: ``ROW_BITS`` is one of the widths, and more for each of these: means are taken off; some
+#: tokens have 8 bits per element; means turn from token to token, which only ``CENTRED`` have.
 WIDTHS = (2, 3, 4)
 WIDTH_MASK = 15
 CENTRED = 16
-FIRST = 32
+PRECISE = 32
 TURNING = 64
 
 #: How far apart tokens are whose angles are compared to find out how means turn.
@@ -47,11 +49,11 @@ UNITY = 32767
 
 #: The positive levels of each width, ascending, for elements of variance 1.
 LEVELS: dict[int, tuple[float, ...]] = {
-    2: (0.19689, 0.60931, 1.08183, 1.84408),
-    3: (0.11679, 0.33998, 0.58238, 0.82852, 1.10778, 1.42374, 1.84759, 2.48731),
+    2: (0.19466, 0.60583, 1.07481, 1.83408),
+    3: (0.10739, 0.30481, 0.53008, 0.756, 1.0209, 1.32766, 1.75207, 2.4011),
     4: (
-        *(0.06479, 0.18836, 0.31908, 0.44596, 0.58033, 0.71422, 0.85688, 1.00155),
-        *(1.15842, 1.32066, 1.50045, 1.69947, 1.93096, 2.20958, 2.56546, 3.08622),
+        *(0.0559, 0.1552, 0.26795, 0.37068, 0.48729, 0.59787, 0.7224, 0.84549),
+        *(0.98386, 1.12887, 1.29368, 1.48206, 1.70897, 1.99019, 2.35574, 2.89884),
     ),
 }
 
@@ -70,6 +72,11 @@ def unit_of(dim: int) -> int:
         if dim % unit == 0:
             return unit
     return dim
+
+
+def precise_of(tokens: int, is_key: bool) -> int:
+    """How many tokens of a head have 8 bits per element."""
+    return max(1, tokens // 32 if is_key else tokens // 128)
 
 
 def distances_of(dim: int) -> tuple[int, ...]:
