@@ -403,7 +403,7 @@ def test_engines_of_one_process_that_apply_adapters_otherwise_find_nothing_of_ea
 
     def start(dtype: str) -> Engine:
         config = SimpleNamespace(lora_config=SimpleNamespace(lora_dtype=dtype))
-        handed = SimpleNamespace(vllm_config=config)
+        handed = SimpleNamespace(vllm_config=config, kv_cache_config=None)
         monkeypatch.setattr(vllm_tier, "engine_config", lambda _engine_id: handed)
         return ready(engine())
 
