@@ -87,8 +87,8 @@ class Lbq:
     To store, the same backwards. The scale is the root of the mean square, and the path the one
     with the least squared error. Infinities and NaN count as missing: they are left out of
     means and scales, and come back as about their channel's mean (not centred, or in a precise
-    token: as about zero). A vector whose scale is less than ``2 ** -16`` of the tensor's largest
-    becomes its channels' means.
+    token: as about zero). A unit whose scale is not more than ``2 ** (B - 142)``, that is
+    ``2 ** -15`` of the largest, becomes its channels' means.
     """
 
     number = columns.CODER_LBQ
