@@ -29,7 +29,7 @@ from lifeboat_cache.kernels.coder_lossless import (
     ones,
     read_exponents,
 )
-from lifeboat_cache.kernels.jit import helper, inline
+from lifeboat_cache.kernels.jit import helper, inline, shared
 from lifeboat_cache.kernels.libc import memcpy, memmove
 from lifeboat_cache.kernels.memory import bytes_at, words_at
 from lifeboat_cache.kernels.parts import (
@@ -856,7 +856,7 @@ def _encode_part(
     return put(source, count * item, PART_COPY, dst, room)
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
     """Store a tensor; see ``coder_lossless.encode``."""
     words = words_at(row)
@@ -890,7 +890,7 @@ def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
     return filled
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
     """Restore a tensor; see ``coder_lossless.decode``."""
     words = words_at(row)

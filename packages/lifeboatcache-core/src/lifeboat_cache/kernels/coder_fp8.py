@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import raw
-from lifeboat_cache.kernels.jit import helper, inline
+from lifeboat_cache.kernels.jit import helper, inline, shared
 from lifeboat_cache.kernels.memory import bytes_at, words_at
 
 __all__ = ["decode", "encode"]
@@ -459,7 +459,7 @@ def _size(words: Any) -> Any:
     return vectors * (words[C.ROW_DIM] + 1)
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:  # noqa: ARG001
     """Store a tensor.
 
@@ -491,7 +491,7 @@ def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:  # n
     return size
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:  # noqa: ARG001
     """Restore a tensor; see :func:`encode`.
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import lanes, raw, vectors
-from lifeboat_cache.kernels.jit import helper, inline
+from lifeboat_cache.kernels.jit import helper, inline, shared
 from lifeboat_cache.kernels.libc import memcpy
 from lifeboat_cache.kernels.memory import bytes_at, words_at
 from lifeboat_cache.kernels.parts import (
@@ -472,7 +472,7 @@ def encode_exponents(
     return fixed + used
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
     """Store a tensor.
 
@@ -724,7 +724,7 @@ def decode_part(
     return fixed + escapes
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
     """Restore a tensor; see :func:`encode`.
 

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llvmlite import binding
 from numba import njit
 from numba.core import caching, sigutils
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
+from numba.core.types import ExternalFunction
 
 from lifeboat_cache.kernels.cache import UnusableError
 
@@ -169,6 +171,22 @@ class Native:
         return function
 
 
+class _Shared(Native):
+    """A native kernel that other kernels call, by a symbol that stands for its address."""
+
+    def __init__(self, py_func: Any, signature: Any) -> None:
+        super().__init__(py_func, signature)
+        self.symbol = f"lifeboat.{_name_of(py_func)}"
+
+    def compile_into(self, directory: Path) -> None:
+        super().compile_into(directory)
+        binding.add_symbol(self.symbol, self.address)
+
+    def load_from(self, directory: Path) -> None:
+        super().load_from(directory)
+        binding.add_symbol(self.symbol, self.address)
+
+
 class _Save(_Cache):
     """A cache into which everything goes, and out of which nothing comes."""
 
@@ -208,6 +226,21 @@ def native(signature: str) -> Callable[[Callable[..., Any]], Native]:
         function = Native(py_func, signature)
         _register(py_func, function)
         return function
+
+    return declare
+
+
+def shared(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """A part of kernels that is compiled once for all of them; for what is very long.
+
+    Only kernels can call it, and only those that are declared after it.
+    """
+
+    def declare(py_func: Callable[..., Any]) -> Any:
+        function = _Shared(py_func, signature)
+        _register(py_func, function)
+        arguments, result = sigutils.normalize_signature(signature)
+        return ExternalFunction(function.symbol, result(*arguments))
 
     return declare
 

@@ -12,7 +12,7 @@ from numba.core import config
 from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import lbq_tables as tables
 from lifeboat_cache.kernels import raw
-from lifeboat_cache.kernels.jit import helper
+from lifeboat_cache.kernels.jit import helper, shared
 from lifeboat_cache.kernels.lbq_lanes import (
     BF16,
     F32,
@@ -540,7 +540,7 @@ def _batch_levels(source: Any, to: Any, units: Any, unit: Any, width: Any, padde
         to += 4 * unit
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def decode(row: Any, start: Any, src: Any, size: Any, scratch: Any) -> Any:
     """Restore a tensor; see ``lbq_encode.py``.
 

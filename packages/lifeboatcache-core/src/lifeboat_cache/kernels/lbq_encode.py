@@ -14,7 +14,7 @@ from llvmlite import ir
 from lifeboat_cache.kernels import codec_layout as C  # noqa: N812
 from lifeboat_cache.kernels import lbq_tables as tables
 from lifeboat_cache.kernels import raw
-from lifeboat_cache.kernels.jit import helper, inline
+from lifeboat_cache.kernels.jit import helper, inline, shared
 from lifeboat_cache.kernels.lbq_fit import choose, fit_means, fit_turning, is_chosen
 from lifeboat_cache.kernels.lbq_lanes import (
     BF16,
@@ -480,7 +480,7 @@ def _next_phases(words: Any, scratch: Any) -> None:
         turn_phases(phases, by, pairs)
 
 
-@helper
+@shared("int64(int64, int64, int64, int64, int64)")
 def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
     """Store a tensor.
 
