@@ -557,7 +557,7 @@ def test_names_of_codecs(tmp_path: Path, written: str, meant: str) -> None:
     [
         (
             "compression: {ladder: {local: losless}}",
-            "compression.ladder.local: there is no codec 'losless'; did you mean 'lossless'?",
+            "compression.ladder.local: there is no codec 'losless'; did you mean 'lossless'? Allow",
         ),
         ("compression: {ladder: {local: turboquant}}", "did you mean 'turboquant"),
         ("compression: {ladder: {local: gzip}}", "there is no codec 'gzip'. Allowed: raw,"),

@@ -22,7 +22,6 @@ from lifeboat_cache.codecs.names import (
     RAW,
     codec_name,
     codec_number,
-    is_exact,
     more_precise,
 )
 from lifeboat_cache.codecs.rates import Rates
@@ -51,8 +50,12 @@ AUTO_CODECS = (RAW, LOSSLESS, DENSE, FP8, LBQ4)
 
 _KV = ("key", "value", "latent")
 
-#: A codec that is faster by less is not worth its loss, or its space.
-_MARGIN = 0.95
+#: A codec that is faster by less is not worth its loss, or the engine's CPU time.
+_MARGIN = 0.9
+
+#: Of exact codecs that are about as fast: ``dense`` takes several times the CPU time of
+#: ``lossless``, and ``raw`` takes more space.
+_PREFERRED = (LOSSLESS, DENSE, RAW)
 
 
 def rung_of(target_type: str) -> Rung:
@@ -164,7 +167,7 @@ class Ladder:
         return self._fastest(AUTO_CODECS, layout, why)
 
     def _fastest(self, codecs: Sequence[int], layout: KVLayout, why: str) -> Choice:
-        """The most precise of the fastest; of equally precise ones the smallest."""
+        """The most precise of those that are about as fast as the fastest."""
         rates = self.rates
         if not rates.measured:
             return _same(RAW, f"{why}; what decoding costs has not been measured yet")
@@ -173,8 +176,7 @@ class Ladder:
         speeds = {codec: rates.restore(codec, dtype) for codec in codecs}
         best = max(speeds.values())
         close = [codec for codec in codecs if speeds[codec] >= _MARGIN * best]
-        exact = [codec for codec in close if is_exact(codec)]
-        codec = max(exact, key=lambda c: rates.ratio(c, dtype)) if exact else min(close)
+        codec = next((exact for exact in _PREFERRED if exact in close), min(close))
         others = sorted((c for c in codecs if c != codec), key=lambda c: -speeds[c])
         beside = ", ".join(f"{codec_name(c)} {_gb(speeds[c])}" for c in others)
         return _same(

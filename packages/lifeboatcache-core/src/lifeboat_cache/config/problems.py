@@ -68,9 +68,9 @@ def _describe(error: ErrorDetails, location: Location, cause: object) -> str:
         said = str(cause)
     else:
         said = f"{_shown(error['input'], secret=key.secret)} is not allowed"
-    return (
-        f"{name}: {said}. Allowed: {key.allowed}. Write for example {location[-1]}: {key.example}."
-    )
+    end = "" if said.endswith("?") else "."
+    example = f"{location[-1]}: {key.example}"
+    return f"{name}: {said}{end} Allowed: {key.allowed}. Write for example {example}."
 
 
 def _suggest(location: Location) -> str:
