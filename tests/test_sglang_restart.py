@@ -49,7 +49,10 @@ class Launches:
         else:
             self.env |= {"LIFEBOAT_CACHE": "1", "LIFEBOAT_SGLANG_HOST_GB": "1"}
         home.mkdir(mode=0o700, exist_ok=True)
-        (home / "lifeboat.yaml").write_text("agent: {autostart: false}\n")
+        (home / "lifeboat.yaml").write_text(
+            # However full the disk of this machine is.
+            "storage: {fallback_local: {min_free_gb: 0}}\nagent: {autostart: false}\n"
+        )
 
     def __call__(self, *args: str, **env: str) -> SglangServer:
         return self._start(env={**self.env, **env}, args=[*self.args, *args])
@@ -66,6 +69,30 @@ def wait_until_stored(home: Path, pages: int) -> None:
     deadline = time.monotonic() + 60
     while pages_stored(home) < pages:
         assert time.monotonic() < deadline, f"{pages_stored(home)} of {pages} pages were stored"
+        time.sleep(0.2)
+
+
+def status(home: Path) -> Any:
+    run = subprocess.run(
+        [sys.executable, "-m", "lifeboat_cache.cli.main", "status", "--json"],
+        env={**os.environ, "LIFEBOAT_CACHE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode in (0, 1), run.stderr
+    return json.loads(run.stdout)
+
+
+def wait_until_published(home: Path, tokens: int) -> Any:
+    """The one engine's part of the status, once it has served so many tokens."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = status(home)
+        if found["totals"]["served_tokens"] == tokens:
+            (engine,) = found["processes"]
+            return engine
+        assert time.monotonic() < deadline, found
         time.sleep(0.2)
 
 
@@ -104,6 +131,10 @@ def test_the_prompt_is_restored_with_the_same_text(
     salted = second.generate(PROMPT, extra_key="somebody else")
     assert salted.cached_tokens == 0
     assert salted.text == repeat.text
+    engine = wait_until_published(home, restored.storage_tokens)
+    assert engine["engine"]["name"] == "sglang"
+    assert engine["engine"]["version"]
+    assert engine["state"] == "ready"
     second.stop(signal.SIGTERM)
 
 
