@@ -344,7 +344,7 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         "no GPU is needed. Speed is shown and not judged.",
     )
     selftest.add_argument(
-        "engine", metavar="ENGINE", help="which engine, as its adapter calls it: vllm"
+        "engine", metavar="ENGINE", help="which engine, as its adapter calls it: sglang or vllm"
     )
     _json(selftest)
     selftest.add_argument(
