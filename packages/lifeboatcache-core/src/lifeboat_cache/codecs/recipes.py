@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import cast
@@ -12,7 +13,8 @@ import numpy.typing as npt
 
 from lifeboat_cache.codecs.coder import Coder
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
-from lifeboat_cache.codecs.names import DENSE, FP8, LBQ2, LBQ3, LBQ4, LOSSLESS
+from lifeboat_cache.codecs.lbq import CENTRED, PRECISE, TURNING
+from lifeboat_cache.codecs.names import DENSE, LBQ2, LBQ3, LBQ4, LOSSLESS, RAW
 from lifeboat_cache.kernels import codec_layout as columns
 
 __all__ = ["CodedLayout", "coded_layout", "coder"]
@@ -20,7 +22,8 @@ __all__ = ["CodedLayout", "coded_layout", "coder"]
 #: Bits of mantissa in the codes of fp8, of 7: see ``docs/codecs.md`` for the choice.
 _FP8_MANTISSA = 4
 
-_BITS = {LBQ4: 4, LBQ3: 3, LBQ2: 2}
+#: Bits per element of keys and of values. The error of keys is what changes outputs.
+_WIDTHS = {LBQ4: (4, 4), LBQ3: (3, 3), LBQ2: (3, 2)}
 
 #: Modules of coders and their classes.
 _CODERS = {
@@ -51,7 +54,8 @@ class CodedLayout:
     codec
         Number of the codec.
     coders
-        For each tensor its coder (``CODER_*``) and bits per element (0: no choice).
+        For each tensor its coder (``CODER_*``) and what this coder is told (``ROW_BITS``; 0: it
+        has no choice).
     """
 
     layout: KVLayout
@@ -112,18 +116,30 @@ def _end(tensor: TensorLayout) -> int:
 @cache
 def coded_layout(layout: KVLayout, codec: int) -> CodedLayout:
     """What a codec makes of a layout."""
-    last = max((tensor.layer for tensor in layout.tensors), default=0)
-    coders = tuple(_coder_for(tensor, codec, last) for tensor in layout.tensors)
+    coders = tuple(_coder_for(tensor, codec) for tensor in layout.tensors)
     return CodedLayout(layout, codec, coders)
 
 
-def _coder_for(tensor: TensorLayout, codec: int, last_layer: int) -> tuple[int, int]:
-    """Coder and bits of a tensor."""
-    del last_layer
-    if codec == LOSSLESS and coder(columns.CODER_LOSSLESS).takes(tensor):
-        return columns.CODER_LOSSLESS, 0
-    if codec == DENSE and coder(columns.CODER_DENSE).takes(tensor):
-        return columns.CODER_DENSE, 0
-    if codec == FP8 and coder(columns.CODER_FP8).takes(tensor):
-        return columns.CODER_FP8, _FP8_MANTISSA
+def _coder_for(tensor: TensorLayout, codec: int) -> tuple[int, int]:
+    """Coder and bits of a tensor: the first one that can store it."""
+    for number, bits in _wanted(tensor, codec):
+        if coder(number).takes(tensor):
+            return number, bits
     return columns.CODER_COPY, 0
+
+
+def _wanted(tensor: TensorLayout, codec: int) -> Iterator[tuple[int, int]]:
+    if codec == LOSSLESS:
+        yield columns.CODER_LOSSLESS, 0
+    elif codec == DENSE:
+        yield columns.CODER_DENSE, 0
+    elif codec != RAW and tensor.role not in ("opaque", "state"):
+        if codec in _WIDTHS:
+            keys, others = _WIDTHS[codec]
+            if tensor.role != "key":
+                yield columns.CODER_LBQ, others | CENTRED | PRECISE
+            else:
+                # Rotary embedding turns the two halves of a head against each other.
+                turning = TURNING if tensor.dim % 32 == 0 else 0
+                yield columns.CODER_LBQ, keys | CENTRED | PRECISE | turning
+        yield columns.CODER_FP8, _FP8_MANTISSA
