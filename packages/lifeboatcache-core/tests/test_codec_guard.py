@@ -83,8 +83,8 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> Codec:
 
 @pytest.fixture
 def errors() -> list[float]:
-    """What comparing gives; the last one stays."""
-    return [0.01]
+    """What comparing gives for keys and for values."""
+    return [0.01, 0.005]
 
 
 Make = Callable[[], Guard]
@@ -96,7 +96,8 @@ def guard(codec: Codec, errors: list[float]) -> Iterator[Guard]:
         assert keys.role == "key"
         assert keys.layer == one.layer
         assert a.shape == b.shape == (KV.nbytes,)
-        return errors[0] / 2, errors[0]
+        # Keys and values apart: what is bad of one is not good enough for the other.
+        return errors[0] / 2, errors[1 if one.role == "value" else 0]
 
     guard = Guard(compare=compare)
     yield guard
@@ -133,16 +134,24 @@ def test_errors_are_averaged_and_shown(guard: Guard, errors: list[float], codec:
     assert fact["samples"] == 2
     assert fact["error"] == pytest.approx(0.01)
     assert fact["attention"] == pytest.approx(0.02)
-    assert (fact["limit"], fact["ruled_out"]) == (LIMITS[FP8], "")
+    assert fact["output"] == pytest.approx(0.005)
+    assert fact["ruled_out"] == ""
     assert guard.ruled_out() == {}
     assert all(len(layers) == 1 for layers in codec.layers), "one layer at a time"
 
 
 @pytest.mark.parametrize("number", [FP8, LBQ4, LBQ3, LBQ2])
-def test_a_codec_above_its_limit_is_ruled_out_once(
-    guard: Guard, errors: list[float], caplog: pytest.LogCaptureFixture, number: int
+@pytest.mark.parametrize(("which", "said"), [(0, "moves"), (1, "changes what attention gives")])
+def test_a_codec_above_a_limit_is_ruled_out_once(
+    guard: Guard,
+    errors: list[float],
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+    which: int,
+    said: str,
 ) -> None:
-    errors[0] = LIMITS[number] * 1.1
+    errors[:] = LIMITS[number]
+    errors[which] *= 1.1
     with caplog.at_level(logging.WARNING, "lifeboat_cache"):
         sample(guard, number, 7)
         assert guard.ruled_out() == {}, "a few samples prove nothing"
@@ -150,12 +159,12 @@ def test_a_codec_above_its_limit_is_ruled_out_once(
     assert list(guard.ruled_out()) == [(KV.tag, number)]
     assert len(caplog.records) == 1
     assert "is not used any more for blocks of layout" in caplog.text
-    assert guard.facts()[0]["ruled_out"]
+    assert said in guard.facts()[0]["ruled_out"]
 
 
 @pytest.mark.parametrize("number", [FP8, LBQ4, LBQ3, LBQ2])
-def test_one_below_its_limit_stays(guard: Guard, errors: list[float], number: int) -> None:
-    errors[0] = LIMITS[number] * 0.95
+def test_one_below_its_limits_stays(guard: Guard, errors: list[float], number: int) -> None:
+    errors[:] = [limit * 0.95 for limit in LIMITS[number]]
     sample(guard, number, 12)
     assert guard.ruled_out() == {}
 

@@ -200,7 +200,7 @@ def test_a_codec_that_the_guard_rules_out_gives_way(
     def shown() -> bool:
         (engine,) = status(capsys)["processes"]
         (choice,) = engine["codecs"]["choices"]
-        return "but fp8 changes attention by 50 % here" in choice["reason"]
+        return "but fp8 moves 50 % of attention here" in choice["reason"]
 
     until(shown, "the reason")
     document = status(capsys)

@@ -113,7 +113,8 @@ _GAUGES = (
     _gauge("queue_jobs", _STORE, "Jobs under way."),
     _gauge("queue_bytes", _STORE, "Bytes that wait to be written."),
     _gauge("codec_error", _CODEC, "Mean relative error of the KV that codecs restore, sampled."),
-    _gauge("codec_attention_error", _CODEC, "Mean error of attention over it, sampled."),
+    _gauge("codec_attention_error", _CODEC, "Mean part of attention that goes elsewhere, sampled."),
+    _gauge("codec_output_error", _CODEC, "Mean relative error of what attention gives, sampled."),
     _gauge("codec_ruled_out", _CODEC, "Layouts for which the accuracy guard has stopped it."),
     _gauge("target_used_bytes", _TARGET, "Bytes that the target's files take."),
     _gauge("target_capacity_bytes", _TARGET, "Bytes that they may take, where there is a limit."),
@@ -218,6 +219,7 @@ def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, 
             more = (*labels, codec)
             put("codec_error", more, one.error, max)
             put("codec_attention_error", more, one.attention, max)
+            put("codec_output_error", more, one.output, max)
             put("codec_ruled_out", more, one.ruled_out, max)
         model = str(_dict(document.get("engine")).get("model") or "")
         if labels[0] not in (OTHER, "unknown"):
@@ -247,6 +249,7 @@ class _Guarded:
 
     error: float = 0.0
     attention: float = 0.0
+    output: float = 0.0
     ruled_out: int = 0
 
 
@@ -258,7 +261,7 @@ def _guarded(document: Mapping[str, Any]) -> Mapping[str, _Guarded]:
         if codec not in _SPLITS["codec"] or not item.get("samples"):
             continue
         one = out.setdefault(codec, _Guarded())
-        for name in ("error", "attention"):
+        for name in ("error", "attention", "output"):
             value = item.get(name)
             if isinstance(value, (int, float)):
                 setattr(one, name, max(getattr(one, name), value))
