@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import tiny_llama
+from bench_rows import conforms
 from vllm_server import Completion
 
 ROOT = Path(__file__).parents[1]
 BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
-
-NAMES = {"bench", "case", "metric", "unit", "peer_name", "limit_name"}
-NUMBERS = {"ours", "peer", "limit", "ratio_peer", "ratio_limit"}
-UNITS = {"s", "us", "GB/s", "share", "bytes"}
 
 Rows = list[dict[str, Any]]
 
@@ -31,7 +28,7 @@ def bench(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "machine_use", lambda _: 0.0)
+    monkeypatch.setattr(module, "machine_use", lambda _: 0.0, raising=False)
     return module
 
 
@@ -51,24 +48,10 @@ def rows(
     return found
 
 
-def conforms(row: dict[str, Any]) -> None:
-    assert row.keys() == NAMES | NUMBERS | {"interval"}
-    assert all(isinstance(row[name], str) for name in ("bench", "case", "metric"))
-    assert row["unit"] in UNITS
-    assert isinstance(row["ours"], (int, float))
-    for other in ("peer", "limit"):
-        assert (row[other] is None) == (row[f"{other}_name"] is None)
-        ratio = row[f"ratio_{other}"]
-        if row[other]:
-            low, high = row["interval"][f"ratio_{other}"]
-            assert low <= ratio <= high
-        else:
-            assert ratio is None
-            assert f"ratio_{other}" not in row["interval"]
-
-
 def test_all_benchmarks_are_here() -> None:
-    text = Path(__file__).read_text() + (ROOT / "tests/test_bench_tier.py").read_text()
+    others = ("test_bench_tier.py", "test_sglang_bench.py")
+    text = "".join(Path(__file__).with_name(name).read_text() for name in others)
+    text += Path(__file__).read_text()
     for name in BENCHES:
         assert f'"{name}"' in text, f"nothing looks at the lines of bench/{name}.py"
 
@@ -138,6 +121,16 @@ def test_codecs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert {row["metric"] for row in found} == {"decode", "encode", "stored, per value"}
     assert {"raw", "fp8"} <= {row["case"].split(",")[0] for row in found}
     assert {row["limit_name"] for row in found} == {"memcpy", "raw"}
+
+
+def test_exact_kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = bench("exact_kv", monkeypatch)
+    tensors = [module.torch.randn(300, 2, 32) for _ in range(2)]
+    monkeypatch.setattr(module, "kv_of", lambda *_: [("prose", tensors)])
+    monkeypatch.setattr(module, "ready_kernels", lambda *_, **__: None)
+    found = rows(module, "exact_kv", capsys)
+    assert {row["case"].split(",")[0] for row in found} == {"lossless", "dense"}
+    assert all(row["ours"] < row["limit"] for row in found if "bfloat16" in row["case"])
 
 
 @pytest.mark.parametrize(
