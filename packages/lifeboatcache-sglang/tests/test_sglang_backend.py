@@ -206,6 +206,41 @@ def test_a_cache_salt_keeps_requests_apart(attach: Attach) -> None:
     assert attach(case).restore() == everything(case)
 
 
+def test_a_model_whose_kv_is_in_further_pools_only(model: Path, home: Path) -> None:
+    """DeepSeek V4: the KV pool counts pages and holds nothing."""
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
+
+    from lifeboat_cache.integrations.sglang_selftest_pages import open_backend
+
+    device = [torch.zeros(4, 96, dtype=torch.uint8) for _ in range(3)]
+    rows = DeepSeekV4PagedHostPool("c4", device, 96, 10, 64, layout="page_first", pin_memory=False)
+    rows.kv_buffer.copy_(torch.randint(0, 256, rows.kv_buffer.shape, dtype=torch.uint8))
+    kept = rows.kv_buffer.clone()
+    ours = open_backend(home / "lifeboat.yaml", LogicalHostPool(640, 64))
+    ours.register_mem_host_pool_v2(rows, PoolName.DEEPSEEK_V4_C4)
+    hashes = [f"{page:064x}" for page in range(8)]
+    indices = torch.arange(8 * 64)
+    name = PoolName.DEEPSEEK_V4_C4
+
+    def restorable() -> int:
+        return int(ours.batch_exists_v2(hashes, [PoolTransfer(name)]).kv_hit_pages)
+
+    assert ours.batch_set_v1(hashes, indices) == [True] * 8
+    assert restorable() == 0
+    first = PoolTransfer(name, indices[: 5 * 64], keys=hashes[:5])
+    assert ours.batch_set_v2([first]) == {name: [True] * 5}
+    assert restorable() == 5
+    assert ours.batch_exists(hashes) == 0  # of the KV alone nothing can be said
+    rows.kv_buffer.zero_()
+    assert ours.batch_get_v1(hashes[:5], indices[: 5 * 64]) == [True] * 5
+    assert ours.batch_get_v2([first]) == {name: [True] * 5}
+    assert torch.equal(rows.kv_buffer[:5], kept[:5])
+    assert not rows.kv_buffer[5:].any()
+    ours.close()
+
+
 def test_three_threads_at_once_get_no_wrong_byte(attach: Attach) -> None:
     """SGLang asks, loads and stores on threads of their own."""
     case = Case(pages=60)

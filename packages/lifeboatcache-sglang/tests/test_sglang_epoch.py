@@ -73,6 +73,33 @@ def test_pages_loaded_while_weights_changed_are_not_served(
     assert rig.ours.batch_get_v1(hashes, indices) == [False] * 6
 
 
+def test_pages_on_their_way_during_a_change_are_not_served_after_it(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backup thread may have its store in hand when the change ends."""
+    rig = attach(Case(pages=6))
+    rig.ready()
+    hashes, indices = rig.hashes(), rig.kv.alloc(6 * 64)
+    sglang_epoch.changed("update_weights_from_disk")  # it begins
+    during = rig.ours.store
+    starts = rig.ours._pools["kv"].pages.starts
+
+    def meanwhile(*args: Any) -> Any:
+        sglang_epoch.changed("update_weights_from_disk")  # and ends
+        return starts(*args)
+
+    class Pages:
+        def __getattr__(self, name: str) -> Any:
+            return meanwhile if name == "starts" else getattr(kept, name)
+
+    kept = rig.ours._pools["kv"].pages
+    monkeypatch.setattr(rig.ours._pools["kv"], "pages", Pages())
+    rig.ours.batch_set_v1(hashes, indices)
+    monkeypatch.undo()
+    assert rig.ours.store is not during
+    assert rig.ours.batch_exists(hashes) == 0
+
+
 def test_every_way_to_change_weights_is_noticed(model: Path) -> None:
     import importlib
 

@@ -213,6 +213,16 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             target=self._retire, args=(old,), name="lifeboat-retire", daemon=True
         ).start()
 
+    def _store_to_fill(self) -> BlockStore | None:
+        """The store for pages that exist now; it counts as used from here on.
+
+        In one step: pages of before a change of weights must not get into a store that the
+        end of the change takes for unused.
+        """
+        with self._lock:
+            self._epoch_used = True
+            return self._store
+
     def _retire(self, store: BlockStore) -> None:
         """Close a store that was left, on a thread of its own: it may have to wait."""
         if self._close_store(store, 30.0):
@@ -414,7 +424,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
         try:
-            pool, store = self._pools.get(name), self._store
+            pool, store = self._pools.get(name), self._store_to_fill()
             if pool is None or store is None or not hashes:
                 return [False] * len(hashes)
             pages = pool.pages.starts(indices, len(hashes))
@@ -443,7 +453,6 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         buffers: BlockBuffers,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        self._epoch_used = True
         before = getattr(extra_info, "prefix_keys", None)
         done = self._mover.store(store, self._pages(pool, hashes, buffers, before))
         return [bool(one) for one in done]
@@ -521,7 +530,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         target_sizes: Any | None = None,
     ) -> bool:
         """Store pages of the KV pool out of flat tensors: the same bytes as without a copy."""
-        pool, store = self._pools.get(_KV), self._store
+        pool, store = self._pools.get(_KV), self._store_to_fill()
         tensors = list(values or [])
         if pool is None or store is None or not keys or len(tensors) != len(keys):
             return False
