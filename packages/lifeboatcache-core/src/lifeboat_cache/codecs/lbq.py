@@ -48,7 +48,7 @@ class Lbq:
 
     A stored tensor is one after the other, all numbers little-endian:
 
-    - One byte: the exponent ``B`` of the largest scale, biased as in float32, at least 16.
+    - One byte: ``B``, an exponent that no scale exceeds, biased as in float32, at least 16.
     - If turning: uint16, how many channels apart those of a pair are: ``dim / 2``, 1 or
       ``dim / 4`` (if ``dim`` is a multiple of 64); int16, the cosine and then the sine of every
       pair's angle, times 32767. Pair ``p`` is channel ``p // apart * 2 * apart + p % apart``
@@ -88,19 +88,23 @@ class Lbq:
     with the least squared error. Infinities and NaN count as missing: they are left out of
     means and scales, and come back as about their channel's mean (not centred, or in a precise
     token: as about zero). A unit whose scale is not more than ``2 ** (B - 142)``, that is
-    ``2 ** -15`` of the largest, becomes its channels' means.
+    ``2 ** -15`` of the tensor's largest element, becomes its channels' means.
     """
 
     number = columns.CODER_LBQ
 
     def takes(self, tensor: TensorLayout) -> bool:
-        """Keys, values and latents of 16- or 32-bit floats, in vectors of multiples of 16."""
+        """Keys, values and latents of 16- or 32-bit floats, in vectors of multiples of 16.
+
+        Up to 4,096 elements in a vector, 65,536 channels and 65,536 vectors.
+        """
         return (
             tensor.dtype in _LARGEST
             and tensor.role not in ("state", "opaque")
             and tensor.dim % 16 == 0
             and tensor.dim <= _MOST_DIM
             and tensor.heads * tensor.dim <= _MOST_CHANNELS
+            and tensor.vectors <= _MOST_VECTORS
         )
 
     def fixed_bytes(self, tensor: TensorLayout, bits: int) -> int | None:
@@ -146,6 +150,9 @@ class Lbq:
         units = np.where(finite, rest, np.float32(0)).reshape(-1, unit)
         # Every unit by a power of two that makes its largest element about 1.
         most = np.abs(units).max(axis=1)
+        # No scale is larger than the largest element, rounded in the same way.
+        peak = int(most.max().view(np.int32))
+        top = min(max((peak + 0x3FFFF + ((peak >> 19) & 1)) >> 23, 16), 254)
         raised = np.maximum(254 - np.maximum(most.view(np.int32) >> 23, 1), 1)
         units = units * (raised << 23).astype(np.int32).view(np.float32)[:, None]
         energy = np.zeros(units.shape[0], dtype=np.float32)
@@ -155,8 +162,7 @@ class Lbq:
         scales = (found + 0x3FFFF + ((found >> 19) & 1)) >> 19
         lifted = 16 * (raised - 127)
         scales = np.where(most > 0, np.minimum(scales - lifted, 16 * 254 + 15), 0)
-        top = max(int(scales.max()) >> 4, 16)
-        codes = np.maximum(scales - 16 * (top - 15), 0)
+        codes = np.clip(scales - 16 * (top - 15), 0, 255)
         parts.append(codes.astype(np.uint8))
         raised_scales = ((scales + lifted) << 19).astype(np.int32).view(np.float32)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -213,7 +219,6 @@ def _width(tensor: TensorLayout, bits: int) -> int:
         or width not in tables.WIDTHS
         or more & ~(CENTRED | PRECISE | TURNING)
         or (more & TURNING and (not more & CENTRED or tensor.dim % 32))
-        or (more & PRECISE and tensor.vectors > _MOST_VECTORS)
     ):
         raise ValueError(
             f"lbq does not store {tensor.role} of {tensor.dtype} in vectors of {tensor.dim} with "

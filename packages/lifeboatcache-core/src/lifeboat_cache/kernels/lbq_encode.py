@@ -98,6 +98,28 @@ def _gather_of(kind: Kind) -> Any:
     return wrap(4, build)
 
 
+def _peak_of(kind: Kind) -> Any:
+    """``peak(vector, means, dim, most)``: raise ``most`` to magnitudes of a vector less means."""
+
+    def build(builder: Any, vector: Any, means: Any, dim: Any, to: Any) -> None:
+        def body(number: Any, most: list[Any]) -> list[Any]:
+            value = kind.load(builder, step(builder, vector, number, LANES * kind.item))
+            rest = builder.fsub(value, load(builder, step(builder, means, number, ROW)))
+            rest = clamp(builder, rest, FP32_MOST)
+            rest = builder.select(_is_finite(builder, value), rest, floats(0))
+            size = builder.and_(as_ints(builder, rest), ints(MAGNITUDE))
+            return [builder.select(builder.icmp_signed(">", size, most[0]), size, most[0])]
+
+        count = builder.lshr(dim, ir.Constant(I64, 4))
+        (most,) = loop(builder, count, [load(builder, to, 0, INTS)], body)
+        store(builder, most, to)
+
+    return wrap(4, build)
+
+
+_peak_bf16, _peak_fp16, _peak_fp32 = (_peak_of(kind) for kind in (BF16, FP16, FP32))
+
+
 def _is_finite(builder: Any, value: Any) -> Any:
     size = builder.and_(as_ints(builder, value), ints(MAGNITUDE))
     return builder.icmp_signed("<", size, ints(INF))
@@ -165,6 +187,7 @@ def _build_scale(builder: Any, state: Any, low: Any, root: Any) -> None:
     code = builder.sub(scale, spread(builder, builder.trunc(low, I32)))
     there = builder.icmp_signed(">", code, ints(0))
     code = builder.select(there, code, ints(0))
+    code = builder.select(builder.icmp_signed("<", code, ints(255)), code, ints(255))
     raised = as_floats(builder, builder.shl(builder.add(scale, lifted), ints(19)))
     root_ = spread(builder, builder.bitcast(builder.trunc(root, I32), F32))
     by = builder.fdiv(floats(1), builder.fmul(raised, root_))
@@ -198,38 +221,31 @@ _scaled = wrap(3, _build_scaled)
 def _search_of(width: int) -> Any:
     """``search(rows, count, nearest, taken, end)``: the best path through a chunk.
 
-    Row t of ``nearest`` gets the nearest level of each subset (a byte: sign, then the bits of
-    ``h``), row t of ``taken`` which of its two branches each state takes back (a bit).
+    Four rows of ``nearest`` for each element get the nearest level of each subset, a row of
+    ``taken`` which of its two branches each state takes back (a bit).
     ``end`` gets the states in which the best paths end.
     """
-    half = 1 << width
     positive = [np.float32(level) for level in tables.LEVELS[width]]
     levels = [-level for level in reversed(positive)] + positive
-    codes = [
-        ((half - 1 - number) >> 2) << 1 | 1 if number < half else ((number - half) >> 2) << 1
-        for number in range(2 * half)
-    ]
 
-    def nearest_of(builder: Any, value: Any) -> tuple[Any, list[Any]]:
-        packed, errors = None, []
+    def nearest_of(builder: Any, value: Any) -> tuple[list[Any], list[Any]]:
+        nearest, errors = [], []
         for subset in range(4):
             own = levels[subset::4]
-            own_codes = [code << (8 * subset) for code in codes[subset::4]]
-            level, code = floats(own[0]), ints(own_codes[0])
+            level = floats(own[0])
             for number in range(1, len(own)):
                 between = (own[number - 1] + own[number]) * np.float32(0.5)
                 above = builder.fcmp_ordered(">", value, floats(between))
                 level = builder.select(above, floats(own[number]), level)
-                code = builder.select(above, ints(own_codes[number]), code)
             difference = builder.fsub(value, level)
+            nearest.append(level)
             errors.append(builder.fmul(difference, difference))
-            packed = code if packed is None else builder.or_(packed, code)
-        return packed, errors
+        return nearest, errors
 
     def build(builder: Any, rows: Any, count: Any, nearest: Any, taken: Any, end: Any) -> None:
         def body(number: Any, costs: list[Any]) -> list[Any]:
             value = load(builder, step(builder, rows, number, ROW))
-            packed, errors = nearest_of(builder, value)
+            levels_, errors = nearest_of(builder, value)
             choices, after = ints(0), []
             for state in range(tables.STATES):
                 both = []
@@ -241,7 +257,9 @@ def _search_of(width: int) -> Any:
                 after.append(builder.select(second, both[1], both[0]))
                 chosen = builder.select(second, ints(1 << state), ints(0))
                 choices = builder.or_(choices, chosen)
-            store(builder, packed, step(builder, nearest, number, ROW))
+            for subset, level in enumerate(levels_):
+                at = step(builder, nearest, number, 4 * ROW)
+                store(builder, level, at, ROW * subset)
             store(builder, choices, step(builder, taken, number, ROW))
             return after
 
@@ -265,6 +283,9 @@ def _trace_of(width: int) -> Any:
 
     Each 16 elements give two rows at ``to``: the 32 bits of path and signs, and the rest.
     """
+    # Magnitudes above which are the next four levels.
+    positive = np.array(tables.LEVELS[width], dtype=np.float32)
+    limits = [int(bits) for bits in positive.view(np.int32)[3:-1:4]]
 
     def build(builder: Any, nearest: Any, taken: Any, end: Any, sixteens: Any, to: Any) -> None:
         last = builder.sub(sixteens, ir.Constant(I64, 1))
@@ -272,7 +293,7 @@ def _trace_of(width: int) -> Any:
         def body(number: Any, values: list[Any]) -> list[Any]:
             (state,) = values
             part = builder.sub(last, number)
-            near = step(builder, nearest, part, ROW * 16)
+            near = step(builder, nearest, part, 4 * ROW * 16)
             took = step(builder, taken, part, ROW * 16)
             core, more = ints(0), ints(0)
             for t in range(15, -1, -1):
@@ -280,17 +301,24 @@ def _trace_of(width: int) -> Any:
                 old = builder.and_(builder.lshr(choices, state), ints(1))
                 before = builder.or_(builder.lshr(state, ints(1)), builder.shl(old, ints(2)))
                 path = builder.and_(state, ints(1))
-                # Eight times the subset: 16 times its upper bit and 8 times its lower.
-                upper = builder.xor(builder.xor(path, old), before)
-                upper = builder.shl(builder.and_(upper, ints(1)), ints(4))
-                lower = builder.and_(builder.shl(before, ints(2)), ints(8))
-                shift = builder.or_(upper, lower)
-                code = builder.lshr(load(builder, near, ROW * t, INTS), shift)
-                sign = builder.and_(builder.shl(code, ints(1)), ints(2))
+                upper = builder.and_(builder.xor(builder.xor(path, old), before), ints(1))
+                lower = builder.and_(before, ints(2))
+                is_upper = builder.icmp_signed("!=", upper, ints(0))
+                is_lower = builder.icmp_signed("!=", lower, ints(0))
+                rows = [load(builder, near, ROW * (4 * t + row), INTS) for row in range(4)]
+                level = builder.select(
+                    is_upper,
+                    builder.select(is_lower, rows[3], rows[2]),
+                    builder.select(is_lower, rows[1], rows[0]),
+                )
+                sign = builder.and_(builder.lshr(level, ints(30)), ints(2))
                 core = builder.or_(builder.shl(core, ints(2)), builder.or_(path, sign))
                 if width > 2:
-                    rest = builder.and_(builder.lshr(code, ints(1)), ints(2 * width - 5))
-                    more = builder.or_(builder.shl(more, ints(width - 2)), rest)
+                    size = builder.and_(level, ints(MAGNITUDE))
+                    more = builder.shl(more, ints(width - 2))
+                    for limit in limits:
+                        above = builder.icmp_signed(">", size, ints(limit))
+                        more = builder.add(more, builder.select(above, ints(1), ints(0)))
                 state = before
             place = step(builder, to, part, 2 * ROW)
             store(builder, core, place)
@@ -317,9 +345,10 @@ _ROOT32, _ROOT16 = np.float32(ROOTS[32]), np.float32(ROOTS[16])
 _SIGNS = 0
 _ADDRESSES = _SIGNS + 8 * ROW
 _STATE = _ADDRESSES + 4 * ROW
-_TOTAL = _STATE + 4 * ROW
+_PEAKS = _STATE + 4 * ROW
+_TOTAL = _PEAKS + ROW
 _NEAREST = _TOTAL + ROW
-_TAKEN = _NEAREST + tables.CHUNK * ROW
+_TAKEN = _NEAREST + 4 * tables.CHUNK * ROW
 _PACKED = _TAKEN + tables.CHUNK * ROW
 _NOTHING = _PACKED + 8 * ROW
 _PHASES = _NOTHING + 4 * MOST_DIM
@@ -446,6 +475,21 @@ def _take_units(words: Any, at: Any, unit: Any, scratch: Any) -> None:
 
 
 @helper
+def _raise_peaks(words: Any, lanes: Any, scratch: Any) -> None:
+    """The largest magnitudes so far, of 16 tokens' vectors too."""
+    addresses, dim, dtype = words_at(scratch + _ADDRESSES), words[C.ROW_DIM], words[C.ROW_DTYPE]
+    peaks = scratch + _PEAKS
+    for lane in range(lanes):
+        vector, means = addresses[lane], addresses[16 + lane]
+        if dtype == C.DTYPE_BF16:
+            _peak_bf16(vector, means, dim, peaks)
+        elif dtype == C.DTYPE_FP16:
+            _peak_fp16(vector, means, dim, peaks)
+        else:
+            _peak_fp32(vector, means, dim, peaks)
+
+
+@helper
 def _point(words: Any, start: Any, first: Any, head: Any, distance: Any, scratch: Any) -> None:
     """The addresses of 16 tokens' vectors and of their means."""
     tokens, dim, bits = words[C.ROW_OUTER] * words[C.ROW_INNER], words[C.ROW_DIM], words[C.ROW_BITS]
@@ -525,7 +569,14 @@ def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
     codes = scales + tokens * heads * units
     state, rows = scratch + _STATE, scratch + _ROWS
     top = np.int64(16)
+    raw.zero(scratch + _PEAKS, ROW)
     for storing in range(2):
+        if storing == 1:
+            for lane in range(16):
+                # No scale is larger than the largest element, rounded in the same way.
+                peak = np.int64(raw.load_u32(scratch + _PEAKS + 4 * lane))
+                top = max(top, (peak + 0x3FFFF + ((peak >> 19) & 1)) >> 23)
+            top = min(top, np.int64(254))
         if turning:
             start_phases(scratch + _PHASES, scratch + _BY, dst + 3, dim // 2)
         for first in range(0, tokens, 16):
@@ -534,13 +585,11 @@ def encode(row: Any, start: Any, dst: Any, room: Any, scratch: Any) -> Any:
                 _next_phases(words, scratch)
             for head in range(heads):
                 _point(words, start, first, head, distance, scratch)
+                if storing == 0:
+                    _raise_peaks(words, lanes, scratch)
+                    continue
                 for number in range(units):
                     _take_units(words, number * unit, unit, scratch)
-                    if storing == 0:
-                        for lane in range(16):
-                            scale = np.int32(raw.load_u32(state + ROW + 4 * lane))
-                            top = max(top, np.int64(scale) >> 4)
-                        continue
                     _scale(state, 16 * (top - 15), _root_of(group))
                     place = (first * heads + head) * units + number
                     for lane in range(lanes):

@@ -433,7 +433,7 @@ def stored_size(words: Any) -> Any:
     ):
         return REFUSED
     vectors = words[C.ROW_OUTER] * words[C.ROW_INNER] * words[C.ROW_HEADS]
-    if bits & tables.PRECISE and vectors > MOST_VECTORS:
+    if vectors > MOST_VECTORS:
         return REFUSED
     size = 1 + vectors * (dim // unit_of(dim)) + vectors * dim * width // 8
     if bits & tables.CENTRED:
