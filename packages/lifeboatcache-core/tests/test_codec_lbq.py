@@ -294,6 +294,20 @@ def test_the_error_is_that_of_the_width(
     assert part.max() < 2.5 * ERRORS[width]
 
 
+@pytest.mark.parametrize(("width", "part"), [(2, 0.77), (3, 0.72), (4, 0.71)])
+def test_the_trellis_is_better_than_the_best_table(width: int, part: float) -> None:
+    """Mean squared errors of normal values, beside those of Lloyd's and Max's levels."""
+    values = np.random.default_rng(width).standard_normal((500, 1, 64))
+    scaled = values / np.sqrt((values**2).mean(axis=2, keepdims=True))
+    levels = np.linspace(-2, 2, 1 << width)
+    for _ in range(200):
+        nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, scaled.reshape(-1))
+        levels = np.bincount(nearest, scaled.reshape(-1)) / np.bincount(nearest)
+    table = ((scaled - levels[nearest].reshape(scaled.shape)) ** 2).mean()
+    error = ((restored("float32", scaled, width) - scaled) ** 2).mean()
+    assert error < part * table
+
+
 def test_a_large_channel_costs_the_others_what_its_energy_costs(both_kernels: bool) -> None:
     values = np.random.default_rng(1).standard_normal((64, 1, 128))
     values[:, :, 17] = 30.0 * np.sign(values[:, :, 17])
