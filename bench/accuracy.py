@@ -1,0 +1,294 @@
+"""Codecs: what they do to the output of a real model.
+
+    python3 tools/dev.py bench accuracy
+
+A causal language model in float32 reads the first tokens of a text. Its keys and values,
+rounded to bfloat16, are stored by a store in blocks of 256 tokens, loaded by another one, and the
+model continues the text over them. What it then expects, token by token, is compared with
+what it expects over the keys and values themselves. Beside each codec of this project
+stand a plain cast, plain groups of 4 bits, and rotation with a codebook as others describe
+it, whole and without each of its parts; and ``lbq4`` without each of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from kv_model import KIND_TEXTS, Prompt, TextModel, kv_layout, tensors_of, to_blocks
+from kv_recipes import BLOCK_TOKENS, RECIPES
+
+from lifeboat_cache.bench import ready_kernels
+from lifeboat_cache.codecs import quality
+from lifeboat_cache.codecs.blocks import decode_block, encode_block
+from lifeboat_cache.codecs.layout import KVLayout
+from lifeboat_cache.codecs.lbq import CENTRED, PRECISE, TURNING
+from lifeboat_cache.codecs.names import LBQ2, LBQ3, LBQ4, CodecName, codec_name
+from lifeboat_cache.codecs.policy import CodecPolicy
+from lifeboat_cache.codecs.recipes import CodedLayout, coded_layout
+from lifeboat_cache.interface import (
+    BlockBatch,
+    BlockBuffers,
+    BlockStore,
+    Job,
+    Namespace,
+    Outcome,
+    block_keys,
+)
+from lifeboat_cache.kernels.codec_layout import CODER_LBQ
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+_LOSSY: tuple[CodecName, ...] = ("fp8", "lbq4", "lbq3", "lbq2")
+
+#: Parts of ``lbq``, and the bits of what its coder is told that stand for them.
+_PARTS = {
+    "turning means": TURNING,
+    "precise tokens": PRECISE,
+    "means": CENTRED | TURNING,
+    "all of these": CENTRED | TURNING | PRECISE,
+}
+
+_NAMESPACE = Namespace.from_identity({"bench": "accuracy"})
+_PATIENCE_S = 300.0
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one way to store KV does to the continuation of one text.
+
+    Attributes
+    ----------
+    case, text
+        How it is stored, and which kind of text.
+    ratio
+        Bytes of KV by bytes stored, of the whole prefix.
+    kl, top1, perplexity
+        In nats; share of positions where the most likely token stays; of the text.
+    relative, attention
+        Mean errors that the accuracy guard would find (``codecs/quality.py``).
+    """
+
+    case: str
+    text: str
+    ratio: float
+    kl: float
+    top1: float
+    perplexity: float
+    relative: float
+    attention: float
+
+
+class Bench:
+    """One text after the other, in all ways.
+
+    Parameters
+    ----------
+    model
+        That continues.
+    home
+        A directory for stores.
+    """
+
+    def __init__(self, model: TextModel, home: Path) -> None:
+        self._model = model
+        self._home = home
+
+    def lines(self, kind: str, wanted: str) -> Iterator[Line]:
+        """Every case whose name contains ``wanted``."""
+        prompt = self._model.read(KIND_TEXTS[kind])
+        layers, heads, _, dim = prompt.keys.shape
+        layout = kv_layout(layers, heads, dim, BLOCK_TOKENS)
+        payloads = to_blocks(prompt.keys, prompt.values, BLOCK_TOKENS)
+        yield self._line("as it is", kind, prompt, layout, payloads, payloads, 1.0)
+        for name, recipe in RECIPES.items():
+            if wanted in name:
+                made = recipe(prompt.keys, prompt.values)
+                blocks = to_blocks(made.keys, made.values, BLOCK_TOKENS)
+                yield self._line(name, kind, prompt, layout, payloads, blocks, 16 / made.bits)
+        for codec in _LOSSY:
+            if wanted in codec:
+                blocks, stored = self._through_store(codec, kind, layout, payloads)
+                ratio = payloads.nbytes / stored
+                yield self._line(codec, kind, prompt, layout, payloads, blocks, ratio)
+        for name, coded in _variants(layout):
+            if wanted in name:
+                blocks, stored = _through_coders(coded, payloads)
+                ratio = payloads.nbytes / stored
+                yield self._line(name, kind, prompt, layout, payloads, blocks, ratio)
+
+    def _line(
+        self,
+        case: str,
+        kind: str,
+        prompt: Prompt,
+        layout: KVLayout,
+        payloads: Bytes,
+        restored: Bytes,
+        ratio: float,
+    ) -> Line:
+        keys, values = tensors_of(restored, prompt.keys, BLOCK_TOKENS)
+        score = self._model.score(prompt, keys, values)
+        relative, attention = _errors(layout, payloads, restored)
+        return Line(case, kind, ratio, score.kl, score.top1, score.perplexity, relative, attention)
+
+    def _through_store(
+        self, codec: CodecName, kind: str, layout: KVLayout, payloads: Bytes
+    ) -> tuple[Bytes, int]:
+        """Payloads stored by one store and loaded by another; bytes on storage."""
+        place = self._home / f"{kind}-{codec}"
+        keys = block_keys([f"{number}".encode() for number in range(payloads.shape[0])])
+        ends = [BLOCK_TOKENS * (number + 1) for number in range(payloads.shape[0])]
+        restored = np.zeros_like(payloads)
+        for rows, loading in ((payloads, False), (restored, True)):
+            store = BlockStore(
+                _NAMESPACE, [FilesystemTarget(place)], codecs=CodecPolicy.fixed(codec)
+            )
+            try:
+                tag = store.describe(layout)
+                if not store.wait_recovered(_PATIENCE_S):
+                    raise RuntimeError(f"the store did not open: {store.reason}")
+                batch = BlockBatch(keys, BlockBuffers.from_buffers(list(rows)), tag, ends)
+                _run(store, batch, loading=loading)
+                if not loading:
+                    written = store.counters().bytes_written
+            finally:
+                store.close()
+        return restored, written
+
+
+def _run(store: BlockStore, batch: BlockBatch, *, loading: bool) -> None:
+    done = threading.Event()
+
+    def finished(_: Job) -> None:
+        done.set()
+
+    job = (store.load if loading else store.store)(batch, finished)
+    if not done.wait(_PATIENCE_S) or any(Outcome(o) is not Outcome.OK for o in job.outcomes):
+        raise RuntimeError(f"{'load' if loading else 'store'}: {list(job.outcomes)}")
+
+
+def _variants(layout: KVLayout) -> Iterator[tuple[str, CodedLayout]]:
+    """``lbq`` without each of its parts, and with other widths."""
+    for codec in (LBQ4, LBQ3, LBQ2):
+        yield f"{codec_name(codec)}, first block too", coded_layout(layout, codec)
+    whole = coded_layout(layout, LBQ4)
+    for part, bits in _PARTS.items():
+        coders = tuple((n, told & ~bits if n == CODER_LBQ else told) for n, told in whole.coders)
+        yield f"lbq4 without {part}", dataclasses.replace(whole, coders=coders)
+    for codec, keys, values in ((LBQ4, 4, 3), (LBQ2, 2, 2)):
+        coded = coded_layout(layout, codec)
+        coders = tuple(
+            (number, (told & ~15) | (keys if tensor.role == "key" else values))
+            for tensor, (number, told) in zip(layout.tensors, coded.coders, strict=True)
+        )
+        yield (
+            f"lbq, keys {keys} and values {values} bits",
+            dataclasses.replace(coded, coders=coders),
+        )
+
+
+def _through_coders(coded: CodedLayout, payloads: Bytes) -> tuple[Bytes, int]:
+    restored = np.zeros_like(payloads)
+    stored = 0
+    for payload, out in zip(payloads, restored, strict=True):
+        block = encode_block(coded, payload)
+        stored += block.shape[0]
+        decode_block(coded, block, out)
+    return restored, stored
+
+
+def _errors(layout: KVLayout, payloads: Bytes, restored: Bytes) -> tuple[float, float]:
+    """Means of the guard's errors over every fifth layer of every third block."""
+    found = [
+        quality.compare(tensor, layout.tensors[at], payloads[block], restored[block])
+        for block in range(1 % payloads.shape[0], payloads.shape[0], 3)
+        for at in range(0, len(layout.tensors), 10)
+        for tensor in layout.tensors[at : at + 2]
+    ]
+    relative, attention = np.mean(np.array(found), axis=0)
+    return float(relative), float(attention)
+
+
+def _rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's."""
+    ranks = [np.argsort(np.argsort(np.array(side))) for side in (left, right)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _print_table(lines: Sequence[Line], kinds: Sequence[str]) -> None:
+    by_case: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        by_case.setdefault(line.case, {})[line.text] = line
+    print(f"| {' / '.join(kinds)} | size | KL | top-1 | perplexity | attention error |")
+    print("|---|---|---|---|---|---|")
+    for case, texts in by_case.items():
+        of = [texts[kind] for kind in kinds]
+        print(
+            f"| {case} | {of[0].ratio:.2f}× | {' / '.join(f'{one.kl:.4f}' for one in of)} "
+            f"| {' / '.join(f'{one.top1:.3f}' for one in of)} "
+            f"| {' / '.join(f'{one.perplexity:.2f}' for one in of)} "
+            f"| {' / '.join(f'{one.attention:.3f}' for one in of)} |"
+        )
+    lossy = [line for line in lines if line.case != "as it is"]
+    if len(lossy) > 2:
+        for name in ("attention", "relative"):
+            found = _rank_correlation(
+                [getattr(line, name) for line in lossy], [line.kl for line in lossy]
+            )
+            print(f"\nrank correlation of the {name} error with KL: {found:.2f}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model",
+        default=os.environ.get("LIFEBOAT_TEST_MODEL"),
+        help="a causal language model of Hugging Face, a directory or a name",
+    )
+    parser.add_argument("--prefix", type=int, default=2048, help="tokens read and stored (2048)")
+    parser.add_argument("--scored", type=int, default=256, help="tokens looked at (256)")
+    parser.add_argument("--texts", nargs="+", choices=sorted(KIND_TEXTS), default=["prose", "code"])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args(arguments)
+    if not options.model:
+        parser.error(
+            "which model? Name it with --model, or use python3 tools/dev.py bench accuracy"
+        )
+    if options.prefix < BLOCK_TOKENS or options.prefix % BLOCK_TOKENS or options.scored < 1:
+        parser.error(f"--prefix must be a multiple of {BLOCK_TOKENS}, and --scored at least 1")
+    torch.set_num_threads(options.threads)
+    ready_kernels(lambda said: print(said, file=sys.stderr), compiling=True)
+    model = TextModel(options.model, options.prefix, options.scored)
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="lifeboat-accuracy-") as home:
+        bench = Bench(model, Path(home))
+        for kind in options.texts:
+            for line in bench.lines(kind, options.only):
+                lines.append(line)
+                if options.json:
+                    print(json.dumps(dataclasses.asdict(line)), flush=True)
+                else:
+                    print(f"{line.text}: {line.case}", file=sys.stderr, flush=True)
+    if not options.json:
+        _print_table(lines, options.texts)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
