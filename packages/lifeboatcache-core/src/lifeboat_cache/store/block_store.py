@@ -20,6 +20,7 @@ from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.codecs.layout import KVLayout
+from lifeboat_cache.codecs.names import RAW
 from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.format.journal import Entries
@@ -247,13 +248,24 @@ class BlockStore:
         miss = Lookup.MISS if state is State.READY else Lookup.RETRY
         if pin:
             with self._lock:
-                found = self._index.contains(keys)
+                found = self._found(keys)
                 self._pins.update(key for key, hit in zip(keys, found, strict=True) if hit)
         else:
-            found = self._index.contains(keys)
+            found = self._found(keys)
         answers = np.where(np.array(found, dtype=bool), np.uint8(Lookup.HIT), np.uint8(miss))
         self._counters.add(lookups=len(keys), lookup_hits=sum(found))
         return answers.astype(np.uint8)
+
+    def _found(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which blocks are there and worth restoring.
+
+        Until kernels are there, what is in a codec is restored slower than it is computed.
+        """
+        found = self._index.contains(keys)
+        if kernels.ready() or not any(found):
+            return found
+        codecs = self._index.gather(self._index.as_keys(keys)).codec
+        return [hit and codec == RAW for hit, codec in zip(found, codecs.tolist(), strict=True)]
 
     def sizes(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """int64 ``(n,)``: payload bytes of each block, -1 if it is not there."""
