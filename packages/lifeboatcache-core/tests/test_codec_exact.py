@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -334,3 +336,20 @@ def test_committed_tensors_are_read_and_made_as_ever(
     payload = np.load(GOLDEN / "exact.npz")[f"{dtype}_{number_of}"]
     stored = np.load(GOLDEN / f"{name}.npz")[f"{dtype}_{number_of}"]
     assert agree(number, tensor_of(dtype, *shape), payload).tobytes() == stored.tobytes()
+
+
+_WITHOUT = """
+import sys
+import pytest
+from lifeboat_cache.kernels import vectors
+
+vectors.HAS_EXPAND = False
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_the_same_on_processors_that_cannot_spread_bytes(tmp_path: Path) -> None:
+    """All of this with kernels as they are compiled there."""
+    options = ("-q", "-x", "-m", "not full", "-o", f"cache_dir={tmp_path}", __file__)
+    subprocess.run([sys.executable, "-c", _WITHOUT, *options], check=True)
