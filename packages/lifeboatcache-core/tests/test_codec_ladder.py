@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lifeboat_cache.codecs.ladder import AUTO_CODECS, Choice, Ladder, kind_of, rung_of
@@ -88,7 +87,7 @@ def test_a_named_codec_is_taken(name: str) -> None:
 @pytest.mark.parametrize("read", [0.1, 2, 20])
 def test_what_is_not_kv_is_always_exact(name: str, read: float) -> None:
     for mode in ("ladder", "exact"):
-        ladder = Ladder(settings(name), mode=mode, rates=rates(read))  # type: ignore[arg-type]
+        ladder = Ladder(settings(name), mode=mode, rates=rates(read))
         assert ladder.choose(UNKNOWN).codec == RAW
         assert is_exact(ladder.choose(STATE).codec)
         assert is_exact(ladder.choose(KV8).codec)
@@ -136,7 +135,6 @@ def test_exact_is_what_restores_fastest(read: float, cores: int, ratio: float, c
     known = rates(read, cores, dense=(1.0, ratio))
     choice = Ladder(settings(), mode="exact", rates=known).choose(KV)
     assert choice.codec == codec
-    assert choice.first == codec
     assert f"{codec_name(codec)} restores" in choice.reason
     assert f"the target reads {read:.3g} GB/s" in choice.reason
 
@@ -166,10 +164,15 @@ def test_auto_never_takes_what_must_be_asked_for() -> None:
 
 def test_what_is_as_fast_gives_way_to_what_is_more_precise() -> None:
     # Memory is the limit of all of them.
-    same = {name: (2.0, ratio) for name, ratio in (("raw", 1.0), ("lossless", 1.4), ("fp8", 2.0))}
-    choice = Ladder(
-        settings("auto"), rates=rates(50.0, **same, dense=(1.96, 1.5), lbq4=(2.05, 3.6))
+    same = rates(
+        50.0,
+        raw=(2.0, 1.0),
+        lossless=(2.0, 1.4),
+        fp8=(2.0, 2.0),
+        dense=(1.96, 1.5),
+        lbq4=(2.05, 3.6),
     )
+    choice = Ladder(settings("auto"), rates=same)
     codec = choice.choose(KV).codec
     assert codec == LOSSLESS
 
@@ -195,31 +198,18 @@ def test_without_kernels_nothing_is_compressed(name: str) -> None:
         assert ladder.choose(one).codec == RAW
 
 
-def test_the_first_block_of_a_sequence_is_more_precise() -> None:
-    choice = Ladder(settings("lbq3")).choose(KV)
-    assert (choice.first, choice.first_tokens) == (FP8, 256)
-    assert choice.codecs([256, 512, 1024, 64], 4).tolist() == [FP8, LBQ3, LBQ3, FP8]
-    assert choice.codecs(None, 2).tolist() == [LBQ3, LBQ3]
-    assert choice.codecs([], 0).dtype == np.uint16
-    for name in ("raw", "lossless", "fp8"):
-        choice = Ladder(settings(name)).choose(KV)
-        assert choice.codecs([256, 512], 2).tolist() == [choice.codec] * 2
-
-
 def test_the_guard_takes_a_step_up_the_ladder() -> None:
     def ruled_out(*codecs: int, **more: Any) -> Choice:
         reasons = {(KV.tag, codec): f"{codec_name(codec)} is bad" for codec in codecs}
         return Ladder(settings("lbq2"), ruled_out=reasons, **more).choose(KV)
 
     assert ruled_out(LBQ2).codec == LBQ3
-    assert ruled_out(LBQ2).first == FP8
     choice = ruled_out(LBQ2, LBQ3, LBQ4)
-    assert (choice.codec, choice.first) == (FP8, FP8)
+    assert choice.codec == FP8
     assert choice.reason == (
         "compression.ladder.local is lbq2, but lbq2 is bad: lbq3 instead, but lbq3 is bad: lbq4 "
         "instead, but lbq4 is bad: fp8 instead"
     )
-    assert ruled_out(FP8).first == LOSSLESS
     assert ruled_out(LBQ2, LBQ3, LBQ4, FP8).codec == LOSSLESS
     assert ruled_out(LBQ2, LBQ3, LBQ4, FP8, LOSSLESS).codec == RAW
     # Another layout is another matter.

@@ -241,8 +241,8 @@ def coded(**changes: Any) -> dict[str, Any]:
         "mode": "ladder",
         "rung": "local",
         "choices": [
-            {"layout": "ab", "codec": "fp8", "first": "fp8", "reason": "so it was configured " * 5},
-            {"layout": "cd", "codec": "raw", "first": "raw", "reason": "nothing is known"},
+            {"layout": "ab", "codec": "fp8", "reason": "so it was configured " * 5},
+            {"layout": "cd", "codec": "raw", "reason": "nothing is known"},
         ],
         "guard": [
             {"layout": "ab", "codec": "fp8", "samples": 9, "error": 0.021, "ruled_out": ""},

@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.codecs.names import (
     AUTO,
@@ -73,36 +70,10 @@ class Choice:
         Number of the codec.
     reason
         Why, for people.
-    first
-        Number of the codec of a sequence's first block: attention looks at the first tokens
-        from everywhere.
-    first_tokens
-        A block that ends at this position or before it, in tokens, is a first block.
     """
 
     codec: int
     reason: str
-    first: int
-    first_tokens: int
-
-    def codecs(self, positions: Sequence[int] | None, count: int) -> npt.NDArray[np.uint16]:
-        """The codec of each block of a batch.
-
-        Parameters
-        ----------
-        positions
-            Where each block ends in its prefix, in tokens; ``None`` = unknown.
-        count
-            Number of blocks.
-
-        Returns
-        -------
-        uint16 ``(count,)``
-        """
-        out = np.full(count, self.codec, dtype=np.uint16)
-        if positions is not None and self.first != self.codec:
-            out[np.asarray(positions, dtype=np.int64) <= self.first_tokens] = self.first
-        return out
 
 
 @dataclass(frozen=True)
@@ -137,9 +108,9 @@ class Ladder:
         """How to store blocks of a layout."""
         kind = kind_of(layout)
         if kind == "unknown":
-            return _same(RAW, "nothing is known of what these blocks hold")
+            return Choice(RAW, "nothing is known of what these blocks hold")
         if not self.compiled:
-            return _same(RAW, "there are no compiled kernels (yet)")
+            return Choice(RAW, "there are no compiled kernels (yet)")
         if kind == "kv8":
             return self._checked(self._eight_bits(), layout)
         if kind == "state":
@@ -151,26 +122,26 @@ class Ladder:
         if name == AUTO:
             choice = self._auto(layout, f"{key} is auto")
         else:
-            choice = _same(codec_number(name), f"{key} is {name}")
-        return self._first_block(self._checked(choice, layout), layout)
+            choice = Choice(codec_number(name), f"{key} is {name}")
+        return self._checked(choice, layout)
 
     def _eight_bits(self) -> Choice:
         setting = self.settings.lossless_8bit
         why = f"8-bit KV, compression.lossless_8bit is {setting}"
         if setting == "on" or (setting == "remote" and self.rung != "local"):
-            return _same(LOSSLESS, why)
-        return _same(RAW, f"{why} and this is the rung {self.rung}" if setting != "off" else why)
+            return Choice(LOSSLESS, why)
+        return Choice(RAW, f"{why} and this is the rung {self.rung}" if setting != "off" else why)
 
     def _auto(self, layout: KVLayout, why: str) -> Choice:
         if not self.rates.measured:
-            return _same(FP8, f"{why}; nothing has been measured yet, so this is the default")
+            return Choice(FP8, f"{why}; nothing has been measured yet, so this is the default")
         return self._fastest(AUTO_CODECS, layout, why)
 
     def _fastest(self, codecs: Sequence[int], layout: KVLayout, why: str) -> Choice:
         """The most precise of those that are about as fast as the fastest."""
         rates = self.rates
         if not rates.measured:
-            return _same(RAW, f"{why}; what decoding costs has not been measured yet")
+            return Choice(RAW, f"{why}; what decoding costs has not been measured yet")
         dtype = _dtype_of(layout)
         codecs = [c for c in codecs if c == RAW or (layout.tag, c) not in self.ruled_out]
         speeds = {codec: rates.restore(codec, dtype) for codec in codecs}
@@ -179,7 +150,7 @@ class Ladder:
         codec = next((exact for exact in _PREFERRED if exact in close), min(close))
         others = sorted((c for c in codecs if c != codec), key=lambda c: -speeds[c])
         beside = ", ".join(f"{codec_name(c)} {_gb(speeds[c])}" for c in others)
-        return _same(
+        return Choice(
             codec,
             f"{why}: {codec_name(codec)} restores {_gb(speeds[codec])} of KV per second "
             f"({rates.explain(codec, dtype)}), {beside}",
@@ -194,14 +165,7 @@ class Ladder:
             said = f"{said}, but {why}: {codec_name(codec)} instead"
             if codec == RAW:
                 break
-        return _same(codec, said)
-
-    def _first_block(self, choice: Choice, layout: KVLayout) -> Choice:
-        if choice.codec <= FP8:
-            return choice
-        first = self._checked(_same(FP8, ""), layout).codec
-        tokens = max(tensor.tokens for tensor in layout.tensors if tensor.role in _KV)
-        return Choice(choice.codec, choice.reason, first, tokens)
+        return Choice(codec, said)
 
 
 def kind_of(layout: KVLayout) -> Kind:
@@ -220,10 +184,6 @@ def _dtype_of(layout: KVLayout) -> str:
         if tensor.dtype != "bytes":
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def _same(codec: int, reason: str) -> Choice:
-    return Choice(codec, reason, codec, 0)
 
 
 def _gb(speed: float) -> str:

@@ -132,7 +132,6 @@ class CodecPolicy:
                 {
                     "layout": f"{layout.tag:016x}",
                     "codec": codec_name(choice.codec),
-                    "first": codec_name(choice.first),
                     "reason": choice.reason,
                 }
                 for layout, choice in list(epoch.choices.values())

@@ -22,8 +22,9 @@ __all__ = ["CodedLayout", "coded_layout", "coder"]
 #: Bits of mantissa in the codes of fp8, of 7: see ``docs/codecs.md`` for the choice.
 _FP8_MANTISSA = 4
 
-#: Bits per element of keys and of values. The error of keys is what changes outputs.
-_WIDTHS = {LBQ4: (4, 4), LBQ3: (3, 3), LBQ2: (3, 2)}
+#: Bits per element of keys, of values, and of latents, which are both. The error of keys is
+#: what changes outputs most.
+_WIDTHS = {LBQ4: (4, 4, 4), LBQ3: (3, 3, 4), LBQ2: (3, 2, 3)}
 
 #: Modules of coders and their classes.
 _CODERS = {
@@ -135,11 +136,12 @@ def _wanted(tensor: TensorLayout, codec: int) -> Iterator[tuple[int, int]]:
         yield columns.CODER_DENSE, 0
     elif codec != RAW and tensor.role not in ("opaque", "state"):
         if codec in _WIDTHS:
-            keys, others = _WIDTHS[codec]
-            if tensor.role != "key":
-                yield columns.CODER_LBQ, others | CENTRED | PRECISE
-            else:
+            keys, values, latents = _WIDTHS[codec]
+            if tensor.role == "key":
                 # Rotary embedding turns the two halves of a head against each other.
                 turning = TURNING if tensor.dim % 32 == 0 else 0
                 yield columns.CODER_LBQ, keys | CENTRED | PRECISE | turning
+            else:
+                width = values if tensor.role == "value" else latents
+                yield columns.CODER_LBQ, width | CENTRED | PRECISE
         yield columns.CODER_FP8, _FP8_MANTISSA

@@ -11,7 +11,7 @@ A store's document::
     queue       {jobs, pending_bytes, limit_bytes}
     recovery    {done, blocks, seconds, bad_entries}
     recent      {seconds, store_dropped: {reason: blocks}, load_failed: {reason: blocks}}
-    codecs      {mode, rung, choices: [{layout, codec, first, reason}], guard: [{layout, codec,
+    codecs      {mode, rung, choices: [{layout, codec, reason}], guard: [{layout, codec,
                  samples, error, attention, output, ruled_out}]}
     config      {problem, restart: [keys]}: what of the configuration files is not in effect
     counters    see :class:`Counts`; labels ``namespace``, ``engine``, ``target``

@@ -763,11 +763,8 @@ class BlockStore:
             layout = self._codings.layout(tag)
             if layout is None:
                 continue
-            mine = np.flatnonzero((tags == np.uint64(tag)) & (sizes == layout.nbytes))
-            positions = None
-            if batch.positions is not None:
-                positions = [batch.positions[block] for block in blocks[mine].tolist()]
-            codecs[mine] = self._policy.choose(layout).codecs(positions, mine.shape[0])
+            mine = (tags == np.uint64(tag)) & (sizes == layout.nbytes)
+            codecs[mine] = self._policy.choose(layout).codec
         return codecs
 
     def _finish_stores(self, tasks: list[IoTask]) -> None:
