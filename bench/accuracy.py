@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import math
 import os
 import sys
 import tempfile
@@ -29,7 +29,7 @@ import torch
 from kv_model import KIND_TEXTS, Prompt, TextModel, kv_layout, tensors_of, to_blocks
 from kv_recipes import BLOCK_TOKENS, RECIPES
 
-from lifeboat_cache.bench import ready_kernels
+from lifeboat_cache.bench import Report, Row, compare, ready_kernels
 from lifeboat_cache.codecs import quality
 from lifeboat_cache.codecs.blocks import decode_block, encode_block
 from lifeboat_cache.codecs.layout import KVLayout
@@ -48,6 +48,8 @@ from lifeboat_cache.interface import (
 )
 from lifeboat_cache.kernels.codec_layout import CODER_LBQ
 from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+_BENCH = "accuracy"
 
 _LOSSY: tuple[CodecName, ...] = ("fp8", "lbq4", "lbq3", "lbq2")
 
@@ -73,6 +75,8 @@ class Line:
     ----------
     case, text
         How it is stored, and which kind of text.
+    token_bytes
+        Bytes of KV of a token, as the model keeps it.
     ratio
         Bytes of KV by bytes stored, of the whole prefix.
     kl, top1, perplexity
@@ -83,12 +87,25 @@ class Line:
 
     case: str
     text: str
+    token_bytes: int
     ratio: float
     kl: float
     top1: float
     perplexity: float
     relative: float
     attention: float
+
+    def rows(self) -> Iterator[Row]:
+        """What ``--json`` prints."""
+        for metric, unit, value in (
+            ("stored per token", "bytes", self.token_bytes / self.ratio),
+            ("KL", "nats", self.kl),
+            ("top-1 agreement", "share", self.top1),
+            ("loss", "nats", math.log(self.perplexity)),
+            ("relative error", "share", self.relative),
+            ("attention error", "share", self.attention),
+        ):
+            yield compare(_BENCH, f"{self.case}, {self.text}", metric, unit, [value])
 
 
 class Bench:
@@ -142,7 +159,17 @@ class Bench:
         keys, values = tensors_of(restored, prompt.keys, BLOCK_TOKENS)
         score = self._model.score(prompt, keys, values)
         relative, attention = _errors(layout, payloads, restored)
-        return Line(case, kind, ratio, score.kl, score.top1, score.perplexity, relative, attention)
+        return Line(
+            case=case,
+            text=kind,
+            token_bytes=payloads.nbytes // prompt.keys.shape[2],
+            ratio=ratio,
+            kl=score.kl,
+            top1=score.top1,
+            perplexity=score.perplexity,
+            relative=relative,
+            attention=attention,
+        )
 
     def _through_store(
         self, codec: CodecName, kind: str, layout: KVLayout, payloads: Bytes
@@ -275,16 +302,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     ready_kernels(lambda said: print(said, file=sys.stderr), compiling=True)
     model = TextModel(options.model, options.prefix, options.scored)
+    report = Report(as_json=options.json)
     lines = []
     with tempfile.TemporaryDirectory(prefix="lifeboat-accuracy-") as home:
         bench = Bench(model, Path(home))
         for kind in options.texts:
             for line in bench.lines(kind, options.only):
                 lines.append(line)
-                if options.json:
-                    print(json.dumps(dataclasses.asdict(line)), flush=True)
-                else:
-                    print(f"{line.text}: {line.case}", file=sys.stderr, flush=True)
+                for row in line.rows():
+                    report.add(row)
     if not options.json:
         _print_table(lines, options.texts)
     return 0

@@ -133,6 +133,24 @@ def test_exact_kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert all(row["ours"] < row["limit"] for row in found if "bfloat16" in row["case"])
 
 
+def test_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(tmp_path / "home"))
+    module = bench("accuracy", monkeypatch)
+    monkeypatch.setattr(module, "ready_kernels", lambda *_, **__: None)
+    model = tiny_llama.write(tmp_path / "model")
+    options = ("--model", model, "--prefix", "512", "--scored", "16", "--threads", "1")
+    found = rows(module, "accuracy", capsys, *options, "--texts", "prose", "--only", "fp8")
+    of = {(row["case"], row["metric"]): row["ours"] for row in found}
+    assert of["as it is, prose", "KL"] == 0
+    assert of["as it is, prose", "top-1 agreement"] == 1
+    assert 0 < of["fp8, prose", "KL"] < 0.1
+    raw = of["as it is, prose", "stored per token"]
+    assert of["fp8, prose", "stored per token"] < 0.6 * raw
+
+
 @pytest.mark.parametrize(
     "which",
     [
