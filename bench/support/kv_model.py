@@ -73,7 +73,6 @@ class TextModel:
         self._network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._prefix, self._scored = prefix, scored
 
-    @torch.inference_mode()
     def read(self, text: str) -> Prompt:
         """Read the beginning of a text.
 
@@ -86,14 +85,14 @@ class TextModel:
         ids = self._tokenizer(text, return_tensors="pt").input_ids[:, :count]
         if ids.shape[1] < count:
             raise ValueError(f"a text has {ids.shape[1]} tokens, not {count}: take a longer one")
-        cache: Any = self._network(
-            ids[:, : self._prefix], use_cache=True, logits_to_keep=1
-        ).past_key_values
+        with torch.inference_mode():
+            cache: Any = self._network(
+                ids[:, : self._prefix], use_cache=True, logits_to_keep=1
+            ).past_key_values
         keys = torch.stack([layer.keys[0] for layer in cache.layers]).bfloat16().float()
         values = torch.stack([layer.values[0] for layer in cache.layers]).bfloat16().float()
         return Prompt(ids, keys, values, self._continued(ids, keys, values))
 
-    @torch.inference_mode()
     def score(self, prompt: Prompt, keys: torch.Tensor, values: torch.Tensor) -> Score:
         """Continue a text over other keys and values, rounded to bfloat16 first."""
         logits = self._continued(prompt.ids, keys.bfloat16().float(), values.bfloat16().float())
@@ -113,7 +112,8 @@ class TextModel:
         for layer in range(keys.shape[0]):
             cache.update(keys[layer][None], values[layer][None], layer)
         asked = ids[:, self._prefix : self._prefix + self._scored]
-        logits: torch.Tensor = self._network(asked, past_key_values=cache).logits[0].float()
+        with torch.inference_mode():
+            logits: torch.Tensor = self._network(asked, past_key_values=cache).logits[0].float()
         return logits
 
 
