@@ -29,7 +29,6 @@ from lifeboat_cache.bench import (
     compare,
     machine_use,
     ready_kernels,
-    rotated,
     without_kernels,
 )
 from lifeboat_cache.codecs.layout import KVLayout
@@ -86,7 +85,7 @@ def measure(
             before = tier.engine.tier.store.counters()
             note(codec, "store", tier.store([keys]))
             written = tier.engine.tier.store.counters().bytes_written - before.bytes_written
-            samples[codec]["ratio"].append(moved / written)
+            samples[codec]["stored, per chunk"].append(written / chunks)
             tier.forget()
             note(codec, "cold load", tier.load([keys]))
             tier.empty()
@@ -100,11 +99,14 @@ def measure(
             *((codec, tier_round) for codec in codecs),
             (_MEDIUM, raw_round),
         ]
+        order = np.random.default_rng(5)
         try:
             for turn in range(-1, rounds):  # the first round is thrown away
                 if turn == 0:
                     samples.clear()
-                for who, step in rotated(steps, turn):
+                # A disk remembers what it has just done: nobody always follows the same one.
+                for at in order.permutation(len(steps)).tolist():
+                    who, step = steps[at]
                     step(who, 1000 + turn)
         finally:
             for tier in tiers.values():
@@ -132,7 +134,7 @@ def _add(
                 "vllm_codecs",
                 f"{codec}, {case}{kernels}",
                 metric,
-                "GB/s" if metric.endswith("KV") else "times",
+                "GB/s" if metric.endswith("KV") else "bytes",
                 samples[codec][metric],
                 peer=None if peer is None else ("our raw", peer),
                 limit=None if limit is None else (limit, samples[limit][metric]),

@@ -16,6 +16,7 @@ With 256 MiB it needs about 2 GB of memory and 4 GB of the medium: .dev/bench un
 from __future__ import annotations
 
 import argparse
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,10 @@ _SIZES = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20, "6MiB": 6 << 
 _MEDIUM = "the medium"
 _CACHED = "preadv from the page cache"
 _MEMORY = "memcpy"
+
+#: Before each operation, in seconds: disks of virtual machines let what has just written much
+#: read less, so that who stores fast would seem to load slowly.
+_PAUSE_S = 0.5
 
 #: Chunks of the new prompt that is asked for: 128 Ki tokens at 256 tokens a chunk.
 _NEW_CHUNKS = 512
@@ -103,12 +108,14 @@ def measure(
                     found[f"{what}, answered after"].append(tier.answered_s)
 
             tier.take_spent()
+            time.sleep(_PAUSE_S)
             note("store", tier.store(batch))
             for what in ("cold load", "hot load"):
                 if what == "cold load":
                     tier.forget()
                 else:
                     tier.empty()
+                time.sleep(_PAUSE_S)
                 tier.take_spent()
                 tier.take_first_answers()
                 main.take_rate()
@@ -126,6 +133,7 @@ def measure(
                 ("hot load", "read_cached", _CACHED),
                 ("hot load", "copy", _MEMORY),
             ):
+                time.sleep(_PAUSE_S)
                 keep(samples[who], what, raw.run(operation, main.rest))
 
         steps: list[tuple[str, Callable[[str, int], None]]] = [

@@ -123,6 +123,19 @@ def test_codecs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert {row["limit_name"] for row in found} == {"memcpy", "raw"}
 
 
+def test_vllm_codecs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    module = bench("vllm_codecs", monkeypatch)
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(tmp_path / "home"))
+    options = ("--no-compile", "--mib", "4", "--rounds", "7", "--root", tmp_path / "root")
+    found = rows(module, "vllm_codecs", capsys, *options, "--codecs", "raw", "fp8")
+    assert {row["metric"] for row in found} == {"store, KV", "cold load, KV", "stored, per chunk"}
+    assert {row["case"].split(",")[0] for row in found} == {"raw", "fp8"}
+    assert {row["limit_name"] for row in found} == {"the disk", "memcpy", None}
+
+
 def test_exact_kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = bench("exact_kv", monkeypatch)
     tensors = [module.torch.randn(300, 2, 32) for _ in range(2)]

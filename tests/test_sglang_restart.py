@@ -52,6 +52,8 @@ class Launches:
         (home / "lifeboat.yaml").write_text(
             # However full the disk of this machine is.
             "storage: {fallback_local: {min_free_gb: 0}}\nagent: {autostart: false}\n"
+            # The same text is expected after a restart.
+            "compression: {ladder: {local: lossless}}\n"
         )
 
     def __call__(self, *args: str, **env: str) -> SglangServer:

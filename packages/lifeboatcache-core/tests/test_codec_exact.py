@@ -121,7 +121,10 @@ def tensors(draw: Any) -> tuple[TensorLayout, Bytes]:
         strides[axis] = stride
         stride = stride * sizes[axis] + draw(st.sampled_from((0, 0, 2, 64)))
     offset = draw(st.sampled_from((0, 3, 64)))
-    tensor = TensorLayout("key", dtype, 0, *sizes, dim, *strides, offset)
+    outer, inner, heads = sizes
+    tensor = TensorLayout(
+        "key", dtype, 0, outer, inner, heads, dim, strides[0], strides[1], strides[2], offset
+    )
     size = int(tensor.starts().max()) + dim * item + draw(st.sampled_from((0, 9)))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     kind = draw(st.sampled_from(("random", "one", "even", "outliers", "columns")))

@@ -127,7 +127,7 @@ def test_the_next_blocks_follow_the_file_and_the_earlier_ones_stay_readable(
 
     def shown() -> bool:
         (engine,) = status(capsys)["processes"]
-        return engine["counts"]["codecs"].get("fp8", {}).get("decoded_blocks") == 4
+        return bool(engine["counts"]["codecs"].get("fp8", {}).get("decoded_blocks") == 4)
 
     until(shown, "the counts")
     document = status(capsys)

@@ -14,6 +14,16 @@ from lifeboat_cache.config.live import LiveConfig
 
 
 @pytest.fixture
+def local_of(live: LiveConfig) -> str:
+    """The codec of the rung `local` that is in effect now."""
+    return live.config.compression.ladder.local
+
+
+def restart_of(live: LiveConfig) -> tuple[str, ...]:
+    """Keys that wait for a restart now."""
+    return live.restart
+
+
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     home.mkdir()
@@ -46,12 +56,12 @@ def test_live_keys_follow_the_file_and_the_others_stay(
         before = live.config
         assert live.look()
         assert not live.look(), "it is applied once"
-    assert live.config.compression.ladder.local == "lbq4"
+    assert local_of(live) == "lbq4"
     assert live.config.compression.lossless_8bit == "on"
     assert live.config.engine.native_codec == "exact"
     assert live.config.engine.io_workers == 3
     assert live.config.storage == before.storage
-    assert live.restart == ("storage.tiers", "engine.native_codec", "engine.io_workers")
+    assert restart_of(live) == ("storage.tiers", "engine.native_codec", "engine.io_workers")
     assert before.compression.ladder.local == "fp8", "who has it keeps it as it was"
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.endswith(
@@ -59,8 +69,8 @@ def test_live_keys_follow_the_file_and_the_others_stay(
     )
     write(file, "engine: {io_workers: 3}\n")
     assert live.look()
-    assert live.restart == ()
-    assert live.config.compression.ladder.local == "fp8"
+    assert restart_of(live) == ()
+    assert local_of(live) == "fp8"
 
 
 def test_a_broken_file_leaves_everything_as_it_was_and_is_said_once(
@@ -76,14 +86,14 @@ def test_a_broken_file_leaves_everything_as_it_was_and_is_said_once(
             assert not live.look()
         os.utime(file, (1, 1))
         live.look()
-    assert live.config.compression.ladder.local == "lbq4"
+    assert local_of(live) == "lbq4"
     assert "there is no codec 'lbq9'; did you mean 'lbq" in live.problem
     assert "Until then the values from before stay in effect." in live.problem
     assert len(caplog.records) == 1
     write(file, "compression: {ladder: {local: lossless}}\n")
     assert live.look()
     assert live.problem == ""
-    assert live.config.compression.ladder.local == "lossless"
+    assert local_of(live) == "lossless"
 
 
 def test_a_file_that_appears_and_goes_again(home: Path) -> None:
@@ -91,10 +101,10 @@ def test_a_file_that_appears_and_goes_again(home: Path) -> None:
     assert not live.look()
     write(home / "lifeboat.yaml", "compression: {ladder: {local: dense}}\n")
     assert live.look()
-    assert live.config.compression.ladder.local == "dense"
+    assert local_of(live) == "dense"
     (home / "lifeboat.yaml").unlink()
     assert live.look()
-    assert live.config.compression.ladder.local == "fp8"
+    assert local_of(live) == "fp8"
 
 
 def test_a_file_that_was_named_and_one_that_it_extends(home: Path, tmp_path: Path) -> None:
@@ -104,10 +114,10 @@ def test_a_file_that_was_named_and_one_that_it_extends(home: Path, tmp_path: Pat
     write(named, "extends: base.yaml\n")
     live = LiveConfig(load_config(named))
     live.look()
-    assert live.config.compression.ladder.local == "lbq3"
+    assert local_of(live) == "lbq3"
     write(base, "compression: {ladder: {local: lbq4}}\n")
     assert live.look()
-    assert live.config.compression.ladder.local == "lbq4"
+    assert local_of(live) == "lbq4"
     write(home / "lifeboat.yaml", "compression: {ladder: {local: raw}}\n")
     assert not live.look(), "not the file of this process"
 

@@ -179,7 +179,9 @@ def test_what_was_lost_is_recent_for_ten_minutes(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Store()
     publisher = publish(store)
-    store.counted.job("store", [1, 6, 6, 8, 9], 100, 1.0)  # ok, full twice, busy, cancelled
+    store.counted.job(
+        "store", np.array([1, 6, 6, 8, 9], dtype=np.uint8), 100, 1.0
+    )  # ok, full twice, busy, cancelled
     publisher.publish()
     assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
     for step in range(60):
@@ -187,7 +189,7 @@ def test_what_was_lost_is_recent_for_ten_minutes(
         publisher.publish()
         if now - start < RECENT_S:
             assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
-    store.counted.job("store", [6], 0, 1.0)
+    store.counted.job("store", np.array([6], dtype=np.uint8), 0, 1.0)
     now = start + RECENT_S + 30
     publisher.publish()
     assert document(home)["recent"]["store_dropped"] == {"full": 1}

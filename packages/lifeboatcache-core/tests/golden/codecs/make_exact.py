@@ -68,6 +68,6 @@ if __name__ == "__main__":
             for name, coder_number in CODERS.items():
                 stored[name][f"{dtype}_{number}"] = coder(coder_number).encode(tensor, payload, 0)
     here = Path(__file__).parent
-    np.savez_compressed(here / "exact.npz", **payloads)
+    np.savez_compressed(here / "exact.npz", **payloads)  # type: ignore[arg-type]
     for name, arrays in stored.items():
-        np.savez_compressed(here / f"{name}.npz", **arrays)
+        np.savez_compressed(here / f"{name}.npz", **arrays)  # type: ignore[arg-type]

@@ -53,4 +53,4 @@ if __name__ == "__main__":
             Fp8().decode(tensor, stored, restored, bits)
             arrays[f"stored_{dtype}_{bits}"] = stored
             arrays[f"restored_{dtype}_{bits}"] = restored
-    np.savez_compressed(Path(__file__).parent / "fp8.npz", **arrays)
+    np.savez_compressed(Path(__file__).parent / "fp8.npz", **arrays)  # type: ignore[arg-type]

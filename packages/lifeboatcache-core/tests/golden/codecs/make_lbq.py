@@ -62,6 +62,6 @@ if __name__ == "__main__":
                     restored = np.zeros(tensor.nbytes, dtype=np.uint8)
                     Lbq().decode(tensor, stored, restored, bits)
                     arrays[f"stored_{dtype}_{dim}_{bits}"] = stored
-                    digest = np.frombuffer(sha256(restored).digest(), dtype=np.uint8)
+                    digest = np.frombuffer(sha256(restored.data).digest(), dtype=np.uint8)
                     arrays[f"restored_{dtype}_{dim}_{bits}"] = digest
-    np.savez_compressed(Path(__file__).parent / "lbq.npz", **arrays)
+    np.savez_compressed(Path(__file__).parent / "lbq.npz", **arrays)  # type: ignore[arg-type]
