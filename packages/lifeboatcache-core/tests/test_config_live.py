@@ -13,7 +13,6 @@ from lifeboat_cache.config.describe import entries
 from lifeboat_cache.config.live import LiveConfig
 
 
-@pytest.fixture
 def local_of(live: LiveConfig) -> str:
     """The codec of the rung `local` that is in effect now."""
     return live.config.compression.ladder.local
@@ -24,6 +23,7 @@ def restart_of(live: LiveConfig) -> tuple[str, ...]:
     return live.restart
 
 
+@pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     home.mkdir()
