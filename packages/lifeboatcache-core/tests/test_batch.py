@@ -5,7 +5,8 @@ import pytest
 
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.errors import InterfaceError
-from lifeboat_cache.interface import INTERFACE_VERSION, require_interface
+from lifeboat_cache.interface import INTERFACE_VERSION, require_interface, salt_tag
+from lifeboat_cache.store.records import record_entries
 from lifeboat_cache.testing import aligned_memory, cut_at, sample_keys
 
 
@@ -94,3 +95,20 @@ def test_interface_versions() -> None:
         require_interface(major + 1, 0, "lifeboatcache-test")
     with pytest.raises(InterfaceError, match="upgrade lifeboatcache-test"):
         require_interface(major - 1, 9, "lifeboatcache-test")
+
+
+def test_a_salt_for_all_blocks_or_one_for_each() -> None:
+    assert salt_tag("") == salt_tag(None) == 0
+    assert 0 < salt_tag("tenant") != salt_tag("Tenant")
+    keys = sample_keys(range(3))
+    buffers = BlockBuffers.from_buffers([bytes(8)] * 3)
+    table = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(3, 32)
+    big = 2**64 - 3  # numpy would choose a float for it
+    batch = BlockBatch(keys, buffers, salt=[big, 0, 7])
+    assert record_entries(batch, table, np.array([2, 0]), 2)["salt"].tolist() == [7, big]
+    tail = batch.window(1, 3)
+    assert record_entries(tail, table[1:], np.array([0, 1]), 2)["salt"].tolist() == [0, 7]
+    one = BlockBatch(keys, buffers, salt=big).window(1, 3)
+    assert record_entries(one, table[1:], np.array([0, 1]), 2)["salt"].tolist() == [big, big]
+    with pytest.raises(ValueError, match="salt has 2 values for 3 keys"):
+        BlockBatch(keys, buffers, salt=[1, 2])

@@ -162,7 +162,8 @@ class BlockBatch:
     parents
         8-byte tags of the block before each block; ``None`` = unknown.
     salt
-        8-byte tag of the request's cache salt, 0 = unknown.
+        8-byte tag of the request's cache salt (:func:`~lifeboat_cache.keys.salt_tag`), one for
+        all blocks or one for each; 0 = unknown. ``lifeboat-cache purge --salt`` finds blocks by it.
     """
 
     keys: Sequence[bytes]
@@ -172,7 +173,7 @@ class BlockBatch:
     groups: Sequence[int] | None = None
     families: Sequence[int] | None = None
     parents: Sequence[int] | None = None
-    salt: int = 0
+    salt: int | Sequence[int] = 0
 
     def __post_init__(self) -> None:
         count = len(self.keys)
@@ -180,7 +181,7 @@ class BlockBatch:
             raise ValueError(
                 f"a batch of {count} keys has {len(self.buffers)} buffers: give one per key"
             )
-        for name in ("layout", "positions", "groups", "families", "parents"):
+        for name in ("layout", "positions", "groups", "families", "parents", "salt"):
             values = getattr(self, name)
             if values is not None and not isinstance(values, int) and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} values for {count} keys")
@@ -210,5 +211,5 @@ class BlockBatch:
             part(self.groups),
             part(self.families),
             part(self.parents),
-            self.salt,
+            self.salt if isinstance(self.salt, int) else self.salt[first:last],
         )

@@ -11,7 +11,7 @@ from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.errors import InterfaceError
 from lifeboat_cache.job import Job
-from lifeboat_cache.keys import block_keys, tag
+from lifeboat_cache.keys import block_keys, salt_tag, tag
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.block_store import BlockStore, State
@@ -35,11 +35,12 @@ __all__ = [
     "block_keys",
     "open_block_store",
     "require_interface",
+    "salt_tag",
     "tag",
 ]
 
 #: (major, minor) of this module.
-INTERFACE_VERSION = (1, 2)
+INTERFACE_VERSION = (1, 3)
 
 
 def require_interface(major: int, minor: int, adapter: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
-__all__ = ["KEY_BYTES", "block_keys", "tag"]
+__all__ = ["KEY_BYTES", "block_keys", "salt_tag", "tag"]
 
 #: Length of a block key in bytes.
 KEY_BYTES = 32
@@ -15,6 +15,8 @@ KEY_BYTES = 32
 _CONTEXT = "lifeboatcache 2026 block key v1"
 
 _PREFIX = blake3(derive_key_context=_CONTEXT)
+
+_SALT_CONTEXT = "lifeboatcache 2026 cache salt tag v1"
 
 
 def block_keys(engine_keys: Iterable[bytes], *, space: bytes = b"") -> list[bytes]:
@@ -50,6 +52,18 @@ def tag(value: bytes | None) -> int:
         return 0
     number = int.from_bytes(blake3(value).digest(length=8), "little")
     return number or 1
+
+
+def salt_tag(salt: str | None) -> int:
+    """The tag of a request's cache salt, as records hold it; 0 for none.
+
+    ``lifeboat-cache purge --salt`` makes the same one. Who guesses a salt can tell from the
+    tag that it was right.
+    """
+    if not salt:
+        return 0
+    name = blake3(salt.encode(errors="surrogatepass"), derive_key_context=_SALT_CONTEXT)
+    return int.from_bytes(name.digest(length=8), "little") or 1
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

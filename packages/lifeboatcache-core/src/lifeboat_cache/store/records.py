@@ -68,7 +68,9 @@ def record_entries(
     if stored is not None:
         entries["stored_length"] = stored
     entries["layout"] = batch.tags()[blocks]
-    entries["salt"] = batch.salt
+    salts = batch.salt
+    # Not by way of numpy's own choice of a dtype, which would round them.
+    entries["salt"] = salts if isinstance(salts, int) else np.array(salts, dtype="<u8")[blocks]
     entries["time"] = coarse_time()
     entries["codec"] = codec
     entries["algorithm"] = algorithm
