@@ -117,7 +117,8 @@ def prepare(model: Path) -> None:
     from sglang.srt.server_args import ServerArgs
 
     register()
-    args = ServerArgs(model_path=str(model), device="cpu")
+    # Named, as SGLang would choose by what this CPU has.
+    args = ServerArgs(model_path=str(model), device="cpu", attention_backend="torch_native")
     args.resolve_once()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     if not dist.is_initialized():

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -55,13 +55,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.fixture(scope="module")
+def hooked() -> Iterator[None]:
+    """The plugin's hook is in place; launches of other modules' tests go without it."""
+    load_plugins()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerArgs, "resolve_once", ServerArgs.resolve_once)
+        sglang_activation.install(sglang_plugin._can_offload)
+        yield
+
+
 @pytest.fixture
 def launch(
-    checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hooked: None,
+    checkpoint: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> Launch:
     """Resolve the arguments of a launch with the plugin's hook in place."""
-    load_plugins()
-    sglang_activation.install(sglang_plugin._can_offload)
     monkeypatch.setattr(sglang_plugin, "_platform_check", lambda _launch: True)
     ample = {"available memory": 100 * GB}
     monkeypatch.setattr(sglang_activation, "available_ram", lambda: ample)
