@@ -15,7 +15,7 @@ from faultkit.disks import FaultyDisk
 from lifeboat_cache import kernels
 from lifeboat_cache.agent import AgentState, agent_status
 from lifeboat_cache.config import load_config
-from lifeboat_cache.interface import BlockStore, Namespace, Outcome, State, open_block_store
+from lifeboat_cache.interface import Namespace, Outcome, State, Store, open_block_store
 from lifeboat_cache.testing import StoreDriver
 
 OK, PRESENT = Outcome.OK, Outcome.PRESENT
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path) -> 
 @pytest.fixture
 def opened(namespace: Namespace) -> Iterator[Opened]:
     """Opens stores as an adapter does, agent and all."""
-    stores: list[BlockStore] = []
+    stores: list[Store] = []
 
     def make() -> StoreDriver:
         stores.append(open_block_store(load_config().config, namespace))

@@ -78,8 +78,10 @@ def test_order_does_not_matter(items: list[tuple[str, int | None]]) -> None:
     )
 )
 def test_whatever_is_published_is_read_without_an_error(facts: dict[str, Any]) -> None:
-    found = of_document({"target": facts})
-    if found is not None:
+    for document in ({"target": facts}, {"targets": [facts, None]}, {"targets": facts}):
+        for found in of_document(document):
+            assert found.path.is_absolute()
+    for found in of_document({"target": facts}):
         assert found.path.is_absolute()
         assert found.reserve >= 0
         assert found.capacity is None or found.capacity >= 0
@@ -90,10 +92,27 @@ def test_links_lead_to_one_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     facts = {"name": "t", "capacity_bytes": 1, "reserve_bytes": 0, "direct_io": "auto"}
     found = [
-        of_document({"target": {**facts, "location": str(tmp_path / name)}})
-        for name in ("real", "link")
+        *of_document({"target": {**facts, "location": str(tmp_path / "real")}}),
+        *of_document({"targets": [{**facts, "location": str(tmp_path / "link")}]}),
     ]
-    assert len(merged(item for item in found if item)[0]) == 1
+    assert len(found) == 2
+    assert len(merged(found)[0]) == 1
+
+
+def test_targets_that_a_store_does_not_use_are_not_looked_after(tmp_path: Path) -> None:
+    def facts(name: str, state: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "location": str(tmp_path / name),
+            "capacity_bytes": None,
+            "reserve_bytes": 0,
+            "direct_io": "auto",
+            "state": state,
+        }
+
+    listed = [facts("a", "ready"), facts("b", "disabled"), facts("c", "recovering")]
+    found = of_document({"target": facts("a", "ready"), "targets": listed})
+    assert [one.name for one in found] == ["a", "c"]
 
 
 # --- the rhythm --------------------------------------------------------------------------------

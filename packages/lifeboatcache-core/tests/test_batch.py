@@ -39,6 +39,30 @@ def test_buffers_of_many_kinds_and_pieces() -> None:
     assert buffers.writable
 
 
+def test_some_blocks_of_a_batch() -> None:
+    pieces = [[b"ab", b"c"], [], [b"defg"], [b"h", b"i", b"j"]]
+    batch = BlockBatch(
+        sample_keys(range(4)),
+        BlockBuffers.from_buffers(pieces),
+        layout=[1, 2, 3, 4],
+        positions=[10, 20, 30, 40],
+        families=[5, 6, 7, 8],
+        salt=9,
+        codecs=[0, 1, 2, 3],
+    )
+    some = batch.take(np.array([3, 1, 0], dtype=np.int64))
+    assert [joined(some.buffers, block) for block in range(3)] == [b"hij", b"", b"abc"]
+    assert some.buffers.sizes().tolist() == [3, 0, 3]
+    assert some.buffers.owner is batch.buffers.owner
+    assert not some.buffers.writable
+    assert list(some.keys) == sample_keys([3, 1, 0])
+    assert some.tags().tolist() == [4, 2, 1]
+    assert (some.positions, some.families, some.codecs) == ([40, 20, 10], [8, 6, 5], [3, 1, 0])
+    assert (some.groups, some.parents, some.salt) == (None, None, 9)
+    assert batch.take(np.array([], dtype=np.int64)).buffers.sizes().tolist() == []
+    assert batch.window(1, 3).codecs == [1, 2]
+
+
 def test_one_frozen_piece_makes_a_batch_read_only() -> None:
     assert not BlockBuffers.from_buffers([bytearray(3), [bytearray(3), b"abc"]]).writable
 

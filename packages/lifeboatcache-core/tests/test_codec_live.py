@@ -72,6 +72,7 @@ def open_store(home: Path) -> Iterator[Open]:
         store = open_block_store(
             LiveConfig(load_config()), Namespace.from_identity({"test": "live"}), **settings
         )
+        assert isinstance(store, BlockStore)
         opened.append(store)
         store.describe(LAYOUT)
         assert store.wait_recovered(60)

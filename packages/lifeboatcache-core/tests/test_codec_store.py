@@ -17,6 +17,7 @@ from lifeboat_cache.codecs.names import (
     CODECS,
     FP8,
     LBQ2,
+    LBQ4,
     LOSSLESS,
     RAW,
     codec_name,
@@ -260,6 +261,48 @@ def test_layouts_and_codecs_mix_in_one_job(make_store: Callable[..., BlockStore]
     wrong = [one.tag] * 12
     outcomes = _run(store.load, BlockBatch(keys, _rows(out), wrong))
     assert [outcome == Outcome.OK for outcome in outcomes] == [tag == one.tag for tag in tags]
+
+
+def test_what_was_lost_before_takes_no_more_room(make_store: Callable[..., BlockStore]) -> None:
+    """A copy of a block is kept in the codec that it was in, or in a smaller one."""
+    layout = _layout()
+    store = make_store(FP8, layouts=[layout])
+    been = [RAW, LOSSLESS, FP8, LBQ4, LBQ2]
+    rows = _rows(_payloads(layout, len(been)))
+    batch = BlockBatch(_keys(len(been)), rows, layout.tag, codecs=been)
+    assert _run(store.store, batch) == [Outcome.OK] * len(been)
+    assert store.records(_keys(len(been)))["codec"].tolist() == [FP8, FP8, FP8, LBQ4, LBQ2]
+
+    exact = make_store(RAW, layouts=[layout])
+    batch = BlockBatch(_keys(len(been), "again"), rows, layout.tag, codecs=been)
+    assert _run(exact.store, batch) == [Outcome.OK] * len(been)
+    assert exact.records(_keys(len(been), "again"))["codec"].tolist() == [RAW, RAW, FP8, LBQ4, LBQ2]
+
+
+def test_a_second_coding_in_fp8_changes_nothing(make_store: Callable[..., BlockStore]) -> None:
+    """So that a copy is as good as what it was made of."""
+    layout = _layout()
+    once = _expected(layout, FP8, _payloads(layout, 9))
+    store = make_store(RAW, layouts=[layout])
+    batch = BlockBatch(_keys(9), _rows(once), layout.tag, codecs=[FP8] * 9)
+    assert _run(store.store, batch) == [Outcome.OK] * 9
+    out = np.zeros_like(once)
+    assert _run(store.load, BlockBatch(_keys(9), _rows(out), layout.tag)) == [Outcome.OK] * 9
+    assert np.array_equal(out, once)
+
+
+def test_what_is_known_of_blocks(make_store: Callable[..., BlockStore]) -> None:
+    layout = _layout()
+    store = make_store(RAW, layouts=[layout])
+    batch = BlockBatch(
+        _keys(2), _rows(_payloads(layout, 2)), layout.tag, positions=[16, 32], groups=[1, 2]
+    )
+    assert _run(store.store, batch) == [Outcome.OK] * 2
+    found = store.records([*_keys(2), *_keys(1, "other")])
+    assert found["kind"].tolist() == [1, 1, 0]
+    assert found["position"].tolist() == [16, 32, 0]
+    assert found["group"].tolist() == [1, 2, 0]
+    assert found["raw_length"].tolist() == [layout.nbytes, layout.nbytes, 0]
 
 
 @pytest.mark.usefixtures("both_kernels")

@@ -110,6 +110,7 @@ def test_the_configuration_says_whether_to_share(
         }
     )
     store = open_block_store(config, namespace)
+    assert isinstance(store, BlockStore)
     assert store._shared_lookup is shared
     store.close()
 

@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,9 @@ from lifeboat_cache.registry import (
 from lifeboat_cache.registry.extra import facts_of
 from lifeboat_cache.registry.publisher import RECENT_S
 from lifeboat_cache.store.counters import Counters
+from lifeboat_cache.store.protocol import State, TargetStatus
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver
-
-
-class State(Enum):
-    OPENING = "opening"
-    READY = "ready"
-    DISABLED = "disabled"
 
 
 class Store:
@@ -50,6 +44,12 @@ class Store:
         self.namespace: Namespace | None = None
         self.target: FilesystemTarget | None = None
         self.counted = Counters()
+
+    def targets(self) -> list[TargetStatus]:
+        if self.target is None:
+            return []
+        where = self.target.location
+        return [TargetStatus(self.target.name, "filesystem", "local", where, self.state)]
 
     def __len__(self) -> int:
         return 12
@@ -119,6 +119,18 @@ def test_a_store_is_published_as_it_is(
         "reserve_bytes": 5,
         "direct_io": "auto",
     }
+    assert found["targets"] == [
+        {
+            **found["target"],
+            "type": "filesystem",
+            "rung": "local",
+            "state": "ready",
+            "reason": "",
+            "writing": True,
+            "blocks": 5,
+            "queue": {"jobs": 0, "pending_bytes": 0, "limit_bytes": 2 << 30},
+        }
+    ]
     assert found["index"] == {"blocks": 5}
     assert found["queue"] == {"jobs": 2, "pending_bytes": 300, "limit_bytes": 1000}
     assert found["recovery"]["done"] is True

@@ -123,6 +123,17 @@ class BlockBuffers:
             self.writable,
         )
 
+    def take(self, blocks: npt.NDArray[np.int64]) -> BlockBuffers:
+        """Some of the blocks, in an order of their own; their memory stays with ``owner``."""
+        counts = (self.starts[1:] - self.starts[:-1])[blocks]
+        starts = np.zeros(blocks.shape[0] + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        # Where each piece was: its block's first one, and how many it is behind that.
+        pieces = np.repeat(self.starts[:-1][blocks] - starts[:-1], counts) + np.arange(starts[-1])
+        return BlockBuffers(
+            self.addresses[pieces], self.lengths[pieces], starts, self.owner, self.writable
+        )
+
     def pieces(self, block: int) -> list[memoryview]:
         """Views of one block's pieces. They are valid only while ``owner`` lives."""
         out = []
@@ -164,6 +175,10 @@ class BlockBatch:
     salt
         8-byte tag of the request's cache salt (:func:`~lifeboat_cache.keys.salt_tag`), one for
         all blocks or one for each; 0 = unknown. ``lifeboat-cache purge --salt`` finds blocks by it.
+    codecs
+        What each block has been through: number of the codec that it was stored with
+        elsewhere. It is not stored in a larger one, which could not bring back what that has
+        lost. ``None`` = as it came from the engine.
     """
 
     keys: Sequence[bytes]
@@ -174,6 +189,7 @@ class BlockBatch:
     families: Sequence[int] | None = None
     parents: Sequence[int] | None = None
     salt: int | Sequence[int] = 0
+    codecs: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.keys)
@@ -181,7 +197,7 @@ class BlockBatch:
             raise ValueError(
                 f"a batch of {count} keys has {len(self.buffers)} buffers: give one per key"
             )
-        for name in ("layout", "positions", "groups", "families", "parents", "salt"):
+        for name in ("layout", "positions", "groups", "families", "parents", "salt", "codecs"):
             values = getattr(self, name)
             if values is not None and not isinstance(values, int) and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} values for {count} keys")
@@ -212,4 +228,24 @@ class BlockBatch:
             part(self.families),
             part(self.parents),
             self.salt if isinstance(self.salt, int) else self.salt[first:last],
+            part(self.codecs),
+        )
+
+    def take(self, blocks: npt.NDArray[np.int64]) -> BlockBatch:
+        """Some of the blocks, in an order of their own."""
+        rows = blocks.tolist()
+
+        def part(values: Sequence[int] | None) -> Sequence[int] | None:
+            return None if values is None else [values[row] for row in rows]
+
+        return BlockBatch(
+            [self.keys[row] for row in rows],
+            self.buffers.take(blocks),
+            self.layout if isinstance(self.layout, int) else [self.layout[row] for row in rows],
+            part(self.positions),
+            part(self.groups),
+            part(self.families),
+            part(self.parents),
+            self.salt if isinstance(self.salt, int) else [self.salt[row] for row in rows],
+            part(self.codecs),
         )

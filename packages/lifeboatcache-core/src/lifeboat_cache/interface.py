@@ -14,9 +14,10 @@ from lifeboat_cache.job import Job
 from lifeboat_cache.keys import block_keys, salt_tag, tag
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store.block_store import BlockStore, State
+from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.store.counters import CounterSnapshot
 from lifeboat_cache.store.opening import open_block_store
+from lifeboat_cache.store.protocol import State, Store, TargetStatus
 from lifeboat_cache.version import __version__
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "Namespace",
     "Outcome",
     "State",
+    "Store",
+    "TargetStatus",
     "TensorLayout",
     "block_keys",
     "open_block_store",

@@ -249,16 +249,18 @@ class Agent:
         config = self._config.config
         targets = of_config(config) if config else []
         for engine in engines:
-            target = of_document(engine.document)
-            if target is not None and config is not None:
+            for target in of_document(engine.document):
+                if config is None:
+                    targets.append(target)
+                    continue
                 # What engines do not publish is as in the agent's own configuration.
-                target = replace(
-                    target,
-                    eviction=config.eviction.policy,
-                    integrity_key=config.security.integrity_key,
+                targets.append(
+                    replace(
+                        target,
+                        eviction=config.eviction.policy,
+                        integrity_key=config.security.integrity_key,
+                    )
                 )
-            if target is not None:
-                targets.append(target)
         wanted, disagreements = merged(targets)
         for text in disagreements:
             if text not in self._disagreements:

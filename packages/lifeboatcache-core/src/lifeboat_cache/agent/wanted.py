@@ -116,11 +116,22 @@ def of_config(config: Config) -> list[WantedTarget]:
     ]
 
 
-def of_document(document: Mapping[str, Any]) -> WantedTarget | None:
-    """The target that a store has published, if it has said all that must be known of it."""
-    facts = document.get("target")
-    if not isinstance(facts, dict):
-        return None
+def of_document(document: Mapping[str, Any]) -> list[WantedTarget]:
+    """The targets that a store has published and uses.
+
+    Those of which it has not said all that must be known are left out.
+    """
+    # Stores of older releases have one target, and no list.
+    listed = document.get("targets")
+    facts = listed if isinstance(listed, list) else [document.get("target")]
+    unused = ("opening", "disabled", "closed")
+    found = [
+        _of_facts(one) for one in facts if isinstance(one, dict) and one.get("state") not in unused
+    ]
+    return [target for target in found if target is not None]
+
+
+def _of_facts(facts: Mapping[str, Any]) -> WantedTarget | None:
     path, name, direct_io = facts.get("location"), facts.get("name"), facts.get("direct_io")
     capacity, reserve = facts.get("capacity_bytes", -1), facts.get("reserve_bytes")
     if (

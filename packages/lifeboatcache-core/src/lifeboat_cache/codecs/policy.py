@@ -10,7 +10,7 @@ from typing import Any
 from lifeboat_cache import kernels
 from lifeboat_cache.codecs.counts import CodecCounts
 from lifeboat_cache.codecs.guard import Guard
-from lifeboat_cache.codecs.ladder import Choice, Ladder, Mode, rung_of
+from lifeboat_cache.codecs.ladder import Choice, Ladder, Mode, Rung, rung_of
 from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.codecs.names import CodecName, codec_name
 from lifeboat_cache.codecs.rates import Rates, decoding_cores
@@ -108,6 +108,10 @@ class CodecPolicy:
     def opened(self, target: Target) -> None:
         """Say where blocks go. Never waits."""
         self._target = target
+
+    def rung_of(self, target: Target) -> Rung:
+        """The rung of a target."""
+        return rung_of(target.type)
 
     def look(self) -> None:
         """Take in a changed configuration, measured speeds and verdicts of the guard."""

@@ -6,7 +6,10 @@ A store's document::
     state       where it is in its life ("ready", …), and ``reason``, why it stands down
     engine      {name, version, model}, as far as an adapter says so
     namespace   {name, model}: the first 12 digits of its digest
-    target      {name, location, capacity_bytes, reserve_bytes, direct_io}
+    target      {name, location, capacity_bytes, reserve_bytes, direct_io}: where new blocks
+                go first, once known
+    targets     [{name, location, capacity_bytes, reserve_bytes, direct_io, type, rung, state,
+                  reason, writing, blocks, queue}, …]: all of them, in order
     index       {blocks}
     queue       {jobs, pending_bytes, limit_bytes}
     recovery    {done, blocks, seconds, bad_entries}
@@ -40,6 +43,7 @@ from typing import Any, Protocol
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.store.counters import CounterSnapshot
+from lifeboat_cache.store.protocol import State, TargetStatus
 
 __all__ = [
     "NAMESPACE_DIGITS",
@@ -63,23 +67,11 @@ _TEXT = 200
 _LABEL = re.compile(r"[^A-Za-z0-9_.:-]")
 
 
-class _State(Protocol):
-    @property
-    def value(self) -> Any: ...
-
-
-class _Target(Protocol):
-    name: str
-
-    @property
-    def location(self) -> str: ...
-
-
 class PublishedStore(Protocol):
-    """What of a block store is published."""
+    """What of a store is published."""
 
     @property
-    def state(self) -> _State:
+    def state(self) -> State:
         """Where it is in its life."""
 
     @property
@@ -90,9 +82,8 @@ class PublishedStore(Protocol):
     def namespace(self) -> Namespace | None:
         """Its namespace, once known."""
 
-    @property
-    def target(self) -> _Target | None:
-        """Its target, once known."""
+    def targets(self) -> list[TargetStatus]:
+        """Its targets."""
 
     def __len__(self) -> int:
         """Blocks known to be there."""
@@ -203,7 +194,8 @@ def store_document(
     """
     now = store.counters()
     state = str(store.state.value)
-    target = store.target
+    targets = store.targets()
+    target = _written(targets)
     namespace = _namespace(store.namespace, facts)
     return {
         "kind": "store",
@@ -215,7 +207,8 @@ def store_document(
             "model": namespace["model"],
         },
         "namespace": namespace,
-        "target": {} if target is None else _target(target),
+        "target": {} if target is None else _limits(target),
+        "targets": [_target(target) for target in targets],
         "index": {"blocks": len(store)},
         "queue": {name: value for name, value in queue.items() if isinstance(value, int)},
         "recovery": {
@@ -233,7 +226,7 @@ def store_document(
 
 def store_labels(store: PublishedStore, facts: Mapping[str, Any]) -> dict[str, str]:
     """Labels of what the store counts now; they become known as it opens."""
-    target = store.target
+    target = _written(store.targets())
     return {
         "namespace": _namespace(store.namespace, facts)["name"] or "unknown",
         "engine": _label(_engine(store.namespace, facts) or "unknown"),
@@ -246,15 +239,33 @@ def dropped(outcomes: Mapping[str, int]) -> dict[str, int]:
     return {name: n for name, n in outcomes.items() if n and name not in NOT_DROPPED}
 
 
-def _target(target: _Target) -> dict[str, Any]:
+def _written(targets: Sequence[TargetStatus]) -> TargetStatus | None:
+    """The target that new blocks go to first."""
+    return next((target for target in targets if target.writing), None)
+
+
+def _limits(target: TargetStatus) -> dict[str, Any]:
     """What an agent must know to look after it."""
     return {
         "name": target.name,
         "location": target.location,
-        # Not every kind of target has these.
-        "capacity_bytes": getattr(target, "capacity", None),
-        "reserve_bytes": getattr(target, "reserve", 0),
-        "direct_io": getattr(target, "direct_io", "auto"),
+        "capacity_bytes": target.capacity_bytes,
+        "reserve_bytes": target.reserve_bytes,
+        "direct_io": target.direct_io,
+    }
+
+
+def _target(target: TargetStatus) -> dict[str, Any]:
+    return {
+        **_limits(target),
+        "type": target.type,
+        "rung": target.rung,
+        "state": str(target.state.value),
+        "reason": target.reason[:_TEXT],
+        "writing": target.writing,
+        "blocks": target.blocks,
+        "queue": dict(target.queue),
+        **target.facts,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -9,7 +10,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.codecs.layout import KVLayout
-from lifeboat_cache.codecs.names import RAW
+from lifeboat_cache.codecs.names import EXACT, RAW
 from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.format.journal import Entries
@@ -35,6 +35,7 @@ from lifeboat_cache.store.executor import Executor
 from lifeboat_cache.store.household import Alone, Companion
 from lifeboat_cache.store.io_task import IoTask, new_progress
 from lifeboat_cache.store.load_plan import LoadPlan, Places, same_shape
+from lifeboat_cache.store.protocol import State, TargetStatus
 from lifeboat_cache.store.records import (
     MOST_BYTES,
     Record,
@@ -48,7 +49,7 @@ from lifeboat_cache.store.staging import Staging, StagingArea
 from lifeboat_cache.store.store_plan import StorePlan, Unsized, Written
 from lifeboat_cache.targets.base import OpenFile, Place, Target, TargetReader, TargetWriter
 
-__all__ = ["BlockStore", "State"]
+__all__ = ["DEFAULT_PENDING_BYTES", "BlockStore", "State"]
 
 _log = logging.getLogger("lifeboat_cache")
 
@@ -77,20 +78,6 @@ _SAY_AGAIN_S = 600.0
 
 #: Default bound of bytes waiting to be written.
 DEFAULT_PENDING_BYTES = 2 << 30
-
-
-class State(Enum):
-    """Where a store is in its life."""
-
-    #: The namespace or the target is not known yet.
-    OPENING = "opening"
-    #: Journals are being read; what was found so far is served.
-    RECOVERING = "recovering"
-    #: Everything that was there is known.
-    READY = "ready"
-    #: It stands down: nothing is served or stored.
-    DISABLED = "disabled"
-    CLOSED = "closed"
 
 
 class BlockStore:
@@ -152,6 +139,7 @@ class BlockStore:
         self._idle = threading.Condition(self._lock)
         self._state = State.OPENING
         self._reason = ""
+        self._skipped: dict[str, str] = {}  # why, by the target's name
         self._namespace: Namespace | None = None
         self._binding: Binding | None = None
         self._target: Target | None = None
@@ -200,6 +188,32 @@ class BlockStore:
     def target(self) -> Target | None:
         """The target in use, once known."""
         return self._target
+
+    def targets(self) -> list[TargetStatus]:
+        """The target in use, or those that are tried."""
+        with self._lock:
+            used, state, reason = self._target, self._state, self._reason
+            skipped = dict(self._skipped)
+        queue, counters = self.queue(), self.counters()
+        return [
+            TargetStatus(
+                name=target.name,
+                type=target.type,
+                rung=self._policy.rung_of(target),
+                location=target.location,
+                state=state,
+                reason=skipped.get(target.name, "" if target is used else reason),
+                writing=target is used and state in (State.RECOVERING, State.READY),
+                blocks=len(self._index) if target is used else 0,
+                # Not every kind of target has these.
+                capacity_bytes=getattr(target, "capacity", None),
+                reserve_bytes=getattr(target, "reserve", 0),
+                direct_io=getattr(target, "direct_io", "auto"),
+                queue=queue,
+                counters=counters,
+            )
+            for target in ([used] if used is not None else self._targets)
+        ]
 
     def __len__(self) -> int:
         """Blocks known to be there."""
@@ -280,6 +294,13 @@ class BlockStore:
         return np.array(
             [0 if item is None else int(item[1]["layout"]) for item in found], dtype=np.uint64
         )
+
+    def records(self, keys: Sequence[bytes]) -> Entries:
+        """``ENTRY`` array ``(n,)``: what is known of each block.
+
+        ``kind`` is 0 for a block that is not there; places and checksums mean nothing.
+        """
+        return self._index.gather(keys).entries
 
     def keys(self, *, group: int | None = None) -> list[bytes]:
         """Keys of all blocks known to be there, or of those stored with one group number.
@@ -500,6 +521,15 @@ class BlockStore:
                 2 * timeout,
             )
         return quiet
+
+    def purge(self) -> None:
+        """Remove the namespace from storage, once the store is closed.
+
+        For namespaces that nobody can serve any more. Faults are swallowed.
+        """
+        if self._target is not None and self._namespace is not None:
+            with contextlib.suppress(OSError, LifeboatError):
+                self._target.purge(self._namespace.hex)
 
     def _let_go(self) -> None:
         self._policy.close()
@@ -765,6 +795,12 @@ class BlockStore:
                 continue
             mine = (tags == np.uint64(tag)) & (sizes == layout.nbytes)
             codecs[mine] = self._policy.choose(layout).codec
+        if batch.codecs is not None:
+            # What is lost is lost: it takes no more room than where it has been.
+            been = np.asarray(batch.codecs, dtype=np.uint16)[blocks]
+            known = np.isin(tags, [tag for tag in set(tags.tolist()) if self._codings.layout(tag)])
+            lossy = known & ~np.isin(been, list(EXACT))
+            codecs[lossy] = np.maximum(codecs, been)[lossy]
         return codecs
 
     def _finish_stores(self, tasks: list[IoTask]) -> None:
@@ -953,17 +989,17 @@ class BlockStore:
         except LifeboatError as exc:
             self._disable(str(exc))
             return False
-        skipped = []
         for target in self._targets:
             try:
                 target.probe()
                 reader = target.reader(namespace)
             except (OSError, ValueError, LifeboatError) as exc:
-                skipped.append(f"{target.name}: {exc}")
+                with self._lock:
+                    self._skipped[target.name] = str(exc)
                 _log.warning("LifeboatCache: target %s is skipped: %s", target.name, exc)
                 continue
             with self._lock:
-                self._reason = "; ".join(skipped)
+                self._reason = self._why_skipped()
                 self._namespace, self._target, self._reader = namespace, target, reader
                 self._binding = Binding(namespace.digest)
                 self._policy.opened(target)
@@ -975,10 +1011,13 @@ class BlockStore:
                 self._executor.plan("store", partial(self._start, job, size, size))
             return True
         self._disable(
-            "no storage target is usable (" + ("; ".join(skipped) or "none is configured") + "): "
+            "no storage target is usable (" + (self._why_skipped() or "none is configured") + "): "
             "run `lifeboat-cache doctor`"
         )
         return False
+
+    def _why_skipped(self) -> str:
+        return "; ".join(f"{name}: {reason}" for name, reason in self._skipped.items())
 
     def _disable(self, reason: str) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from lifeboat_cache.codecs.policy import CodecPolicy
     from lifeboat_cache.registry.publisher import StorePublisher
-    from lifeboat_cache.store.block_store import BlockStore
+    from lifeboat_cache.store.protocol import Store
 
 __all__ = ["Alone", "Companion", "Household"]
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("lifeboat_cache")
 class Companion(Protocol):
     """Accompanies a store through its life, on its background thread."""
 
-    def begin(self, store: BlockStore) -> None:
+    def begin(self, store: Store) -> None:
         """The store has been opened; nothing is known yet."""
 
     def tick(self) -> None:
@@ -33,7 +33,7 @@ class Companion(Protocol):
 class Alone:
     """No companion."""
 
-    def begin(self, store: BlockStore) -> None:
+    def begin(self, store: Store) -> None:
         """See :class:`Companion`."""
 
     def tick(self) -> None:
@@ -64,12 +64,12 @@ class Household:
         self._autostart = autostart
         self._publisher: StorePublisher | None = None
 
-    def begin(self, store: BlockStore) -> None:
+    def begin(self, store: Store) -> None:
         """See :class:`Companion`."""
         self._guarded(lambda: self._publish(store))
         self.tick()
 
-    def _publish(self, store: BlockStore) -> None:
+    def _publish(self, store: Store) -> None:
         from lifeboat_cache.registry.publisher import StorePublisher  # it imports this package
 
         self._publisher = StorePublisher(store, self._home, queue=store.queue, codecs=self._codecs)

@@ -19,6 +19,7 @@ from lifeboat_cache.integrity import (
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.store.block_store import DEFAULT_PENDING_BYTES, BlockStore
 from lifeboat_cache.store.household import Household
+from lifeboat_cache.store.protocol import Store
 from lifeboat_cache.targets.base import Target
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
@@ -36,7 +37,7 @@ def open_block_store(
     *,
     pending_bytes: int = DEFAULT_PENDING_BYTES,
     native: bool = False,
-) -> BlockStore:
+) -> Store:
     """Open the store of one namespace.
 
     Parameters

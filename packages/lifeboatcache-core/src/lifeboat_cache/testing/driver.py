@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.block_store import BlockStore
+from lifeboat_cache.store.protocol import Store
 from lifeboat_cache.testing.blocks import cut_at, empty_like, payload_of, sample_keys
 
 __all__ = ["StoreDriver"]
@@ -30,22 +31,34 @@ class StoreDriver:
         Layout tag of the batches.
     space
         Key space of the numbers.
+
+    Attributes
+    ----------
+    driven
+        The store.
     """
 
     def __init__(
         self,
-        store: BlockStore,
+        store: Store,
         *,
         size: int = 8192,
         cuts: Sequence[int] = (),
         layout: int = 0,
         space: bytes = b"",
     ) -> None:
-        self.block_store = store
+        self.driven = store
         self.size = size
         self.cuts = cuts
         self.layout = layout
         self.space = space
+
+    @property
+    def block_store(self) -> BlockStore:
+        """The store, if it is one with a target of its own."""
+        if not isinstance(self.driven, BlockStore):
+            raise TypeError(f"{type(self.driven).__name__} is not a BlockStore: use `driven`")
+        return self.driven
 
     def keys(self, numbers: Iterable[int]) -> list[bytes]:
         """Keys of numbered blocks."""
@@ -56,7 +69,7 @@ class StoreDriver:
         keys = self.keys(numbers)
         memory = [cut_at(payload_of(key, self.size), self.cuts) for key in keys]
         batch = BlockBatch(keys, BlockBuffers.from_buffers(memory), layout=self.layout)
-        job = self.block_store.store(batch, on_done=lambda _: None)
+        job = self.driven.store(batch, on_done=lambda _: None)
         if not job.wait(_PATIENCE_S):
             raise AssertionError("a store job did not end")
         return [Outcome(value) for value in job.outcomes.tolist()]
@@ -67,7 +80,7 @@ class StoreDriver:
         expected = [payload_of(key, self.size) for key in keys]
         memory = empty_like([cut_at(payload, self.cuts) for payload in expected])
         batch = BlockBatch(keys, BlockBuffers.from_buffers(memory), layout=self.layout)
-        job = self.block_store.load(batch, on_done=lambda _: None)
+        job = self.driven.load(batch, on_done=lambda _: None)
         if not job.wait(_PATIENCE_S):
             raise AssertionError("a load job did not end")
         outcomes = [Outcome(value) for value in job.outcomes.tolist()]
@@ -78,8 +91,8 @@ class StoreDriver:
 
     def lookup(self, numbers: Iterable[int]) -> list[Lookup]:
         """Look blocks up."""
-        return [Lookup(value) for value in self.block_store.lookup(self.keys(numbers)).tolist()]
+        return [Lookup(value) for value in self.driven.lookup(self.keys(numbers)).tolist()]
 
     def delete(self, numbers: Iterable[int]) -> list[bool]:
         """Delete blocks; which of them were."""
-        return [bool(done) for done in self.block_store.delete(self.keys(numbers))]
+        return [bool(done) for done in self.driven.delete(self.keys(numbers))]

@@ -44,10 +44,10 @@ from lifeboat_cache.integrations.sglang_published import Published, storage_metr
 from lifeboat_cache.integrations.sglang_settings import SettingsError, read_settings
 from lifeboat_cache.interface import (
     BlockBuffers,
-    BlockStore,
     Lookup,
     Namespace,
     State,
+    Store,
     open_block_store,
     require_interface,
     tag,
@@ -98,8 +98,8 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         self._stopping = threading.Event()
         self._epoch = ""
         self._epoch_used = False
-        self._store: BlockStore | None = None
-        self._retired: list[BlockStore] = []
+        self._store: Store | None = None
+        self._retired: list[Store] = []
         self._config: Config | LiveConfig | None = None
         self._reason = ""
         if storage_config.extra_config is None:
@@ -126,7 +126,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             _log.warning("LifeboatCache: pages move without a copy: %s", exc)
 
     def _begin(self, config: str | None) -> None:
-        require_interface(1, 0, "lifeboatcache-sglang")
+        require_interface(1, 3, "lifeboatcache-sglang")
         settings: Config | None = self._given.get("config")
         self._config = settings
         if settings is None:
@@ -159,7 +159,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
 
     # Identity ---------------------------------------------------------------
 
-    def _open(self, namespace: Any) -> BlockStore:
+    def _open(self, namespace: Any) -> Store:
         if self._config is None:
             raise RuntimeError("the backend stands down and opens no store")
         store = open_block_store(self._config, namespace)
@@ -170,7 +170,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         return store
 
     @staticmethod
-    def _describe(store: BlockStore, pages: PoolPages) -> None:
+    def _describe(store: Store, pages: PoolPages) -> None:
         """Have pages of the KV pool stored as configured; all others are stored exactly."""
         if pages.name == _KV and pages.page_bytes:
             store.describe(pages.layout)
@@ -213,7 +213,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             target=self._retire, args=(old,), name="lifeboat-retire", daemon=True
         ).start()
 
-    def _store_to_fill(self) -> BlockStore | None:
+    def _store_to_fill(self) -> Store | None:
         """The store for pages that exist now; it counts as used from here on.
 
         In one step: pages of before a change of weights must not get into a store that the
@@ -223,7 +223,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             self._epoch_used = True
             return self._store
 
-    def _retire(self, store: BlockStore) -> None:
+    def _retire(self, store: Store) -> None:
         """Close a store that was left, on a thread of its own: it may have to wait."""
         if self._close_store(store, 30.0):
             with self._lock, contextlib.suppress(ValueError):
@@ -347,7 +347,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
 
     @staticmethod
     def _touch(
-        store: BlockStore,
+        store: Store,
         pool: _Pool,
         keys: Sequence[bytes],
         extra_info: HiCacheStorageExtraInfo | None,
@@ -436,7 +436,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             return [False] * len(hashes)
 
     def _load(
-        self, store: BlockStore, pool: _Pool, hashes: list[str], buffers: BlockBuffers
+        self, store: Store, pool: _Pool, hashes: list[str], buffers: BlockBuffers
     ) -> list[bool]:
         done = self._mover.load(store, self._pages(pool, hashes, buffers))
         if store is not self._store:
@@ -447,7 +447,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
 
     def _keep(
         self,
-        store: BlockStore,
+        store: Store,
         pool: _Pool,
         hashes: list[str],
         buffers: BlockBuffers,
@@ -571,13 +571,12 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         for one in stores:
             self._close_store(one, timeout)
 
-    def _close_store(self, store: BlockStore, timeout: float) -> bool:
+    def _close_store(self, store: Store, timeout: float) -> bool:
         """Close a store; whether its I/O touches the host pools no more."""
         quiet = store.close(timeout)
-        namespace, target = store.namespace, store.target
-        if quiet and namespace is not None and target is not None and "epoch" in namespace.identity:
-            with contextlib.suppress(OSError, LifeboatError):
-                target.purge(namespace.hex)
+        namespace = store.namespace
+        if quiet and namespace is not None and "epoch" in namespace.identity:
+            store.purge()
         return quiet
 
     @guarded(None)
@@ -599,7 +598,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         return self._reason or (store.reason if store is not None else "")
 
     @property
-    def store(self) -> BlockStore | None:
+    def store(self) -> Store | None:
         """The block store, for tests and tools."""
         return self._store
 

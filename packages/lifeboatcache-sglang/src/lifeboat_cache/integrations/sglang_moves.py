@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations.sglang_keys import families
-from lifeboat_cache.interface import BlockBatch, BlockBuffers, BlockStore, Job, Outcome, State
+from lifeboat_cache.interface import BlockBatch, BlockBuffers, Job, Outcome, State, Store
 
 __all__ = ["Mover", "Moves", "Pages"]
 
@@ -157,11 +157,11 @@ class Mover:
         self._idle = threading.Condition()
         self._under_way = 0
 
-    def load(self, store: BlockStore, pages: Pages) -> npt.NDArray[np.bool_]:
+    def load(self, store: Store, pages: Pages) -> npt.NDArray[np.bool_]:
         """Load pages; bool ``(n,)``, which of them are there, verified."""
         return self._move("load", store, pages)
 
-    def store(self, store: BlockStore, pages: Pages) -> npt.NDArray[np.bool_]:
+    def store(self, store: Store, pages: Pages) -> npt.NDArray[np.bool_]:
         """Store pages; bool ``(n,)``, which of them are stored now, or were before."""
         deadline = time.monotonic() + self._call_s
         while store.state is State.OPENING and time.monotonic() < deadline:
@@ -176,7 +176,7 @@ class Mover:
         with self._idle:
             return self._idle.wait_for(lambda: not self._under_way, timeout)
 
-    def _move(self, kind: _Kind, store: BlockStore, pages: Pages) -> npt.NDArray[np.bool_]:
+    def _move(self, kind: _Kind, store: Store, pages: Pages) -> npt.NDArray[np.bool_]:
         began = time.monotonic()
         with self._idle:
             self._under_way += 1
@@ -199,7 +199,7 @@ class Mover:
     def _windows(
         self,
         kind: _Kind,
-        store: BlockStore,
+        store: Store,
         batch: BlockBatch,
         sizes: npt.NDArray[np.int64],
         deadline: float,
@@ -239,7 +239,7 @@ class Mover:
 
     def _again(
         self,
-        store: BlockStore,
+        store: Store,
         batch: BlockBatch,
         sizes: npt.NDArray[np.int64],
         outcomes: npt.NDArray[np.uint8],

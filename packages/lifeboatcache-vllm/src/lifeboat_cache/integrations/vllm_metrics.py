@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
-from lifeboat_cache.interface import BlockStore, Job, Outcome
+from lifeboat_cache.interface import Job, Outcome, Store
 
 __all__ = ["TierMetrics"]
 
@@ -97,7 +97,7 @@ class TierMetrics:
         """Account for chunks that were to be stored without a store."""
         self._add(_STORE_DROPS, chunks, (Outcome.DISABLED.name.lower(),))
 
-    def take(self, store: BlockStore | None) -> Any:
+    def take(self, store: Store | None) -> Any:
         """VLLM's stats object with everything since the last call, ``None`` if nothing."""
         self._indexed = len(store) if store is not None else 0
         indexed = sum(tier._indexed for tier in self._engine.tiers)

@@ -8,7 +8,6 @@ API server.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -49,13 +48,13 @@ from lifeboat_cache.integrations.vllm_requests import RequestKeys
 from lifeboat_cache.interface import (
     BlockBatch,
     BlockBuffers,
-    BlockStore,
     Job,
     KVLayout,
     Lookup,
     Namespace,
     Outcome,
     State,
+    Store,
     open_block_store,
     require_interface,
 )
@@ -125,7 +124,7 @@ class LifeboatTier(SecondaryTierManager):
         # Jobs without a result yet; the value says whether the store has them.
         self._jobs: dict[int, bool] = {}
         self._jobs_lock = threading.Lock()
-        self._done: deque[tuple[int, list[OffloadKey], BlockStore, Job]] = deque()
+        self._done: deque[tuple[int, list[OffloadKey], Store, Job]] = deque()
         self._refused: deque[tuple[int, list[OffloadKey], bool]] = deque()
         self._events: deque[OffloadingEvent] = deque()
         self._publish_events = bool(
@@ -139,8 +138,8 @@ class LifeboatTier(SecondaryTierManager):
         self._closed = False
         self._epoch = ""
         self._epoch_used = False  # whether anything was given to the epoch's store
-        self._store: BlockStore | None = None
-        self._retired: list[BlockStore] = []
+        self._store: Store | None = None
+        self._retired: list[Store] = []
         self._retiring: list[threading.Thread] = []
         self._config: LiveConfig | None = None
         self._layouts: list[KVLayout] = []  # by group number; empty if not known
@@ -158,7 +157,7 @@ class LifeboatTier(SecondaryTierManager):
             show_stand_down("it could not start: see the log, and report this")
 
     def _begin(self, config: Path | None) -> None:
-        require_interface(1, 2, "lifeboatcache-vllm")
+        require_interface(1, 3, "lifeboatcache-vllm")
         handed = engine_config(self._offloading_spec.config.engine_id)
         if handed is not None:
             # Of this engine: others of the process may apply the same adapters otherwise.
@@ -185,7 +184,7 @@ class LifeboatTier(SecondaryTierManager):
 
     # Identity ---------------------------------------------------------------
 
-    def _open(self, namespace: Any) -> BlockStore:
+    def _open(self, namespace: Any) -> Store:
         if self._config is None:
             raise RuntimeError("the tier stands down and opens no store")
         store = open_block_store(
@@ -236,7 +235,7 @@ class LifeboatTier(SecondaryTierManager):
         thread.start()
         self._retiring = [*(one for one in self._retiring if one.is_alive()), thread]
 
-    def _retire(self, store: BlockStore) -> None:
+    def _retire(self, store: Store) -> None:
         """Close a store that was left, on a thread of its own: it may have to wait."""
         if self._close(store):
             self._retired.remove(store)
@@ -352,7 +351,7 @@ class LifeboatTier(SecondaryTierManager):
 
     def _start(
         self,
-        target: BlockStore,
+        target: Store,
         batch: BlockBatch,
         job_id: int,
         keys: list[OffloadKey],
@@ -385,7 +384,7 @@ class LifeboatTier(SecondaryTierManager):
             self._refused.append((job_id, keys, store))
             del self._jobs[job_id]
 
-    def _finished(self, job_id: int, keys: list[OffloadKey], target: BlockStore, job: Job) -> None:
+    def _finished(self, job_id: int, keys: list[OffloadKey], target: Store, job: Job) -> None:
         """On an I/O thread."""
         with self._jobs_lock:
             self._done.append((job_id, keys, target, job))
@@ -414,9 +413,7 @@ class LifeboatTier(SecondaryTierManager):
                 results.append(JobResult(job_id=job_id, success=False))
         return results
 
-    def _result(
-        self, job_id: int, keys: list[OffloadKey], target: BlockStore, job: Job
-    ) -> JobResult:
+    def _result(self, job_id: int, keys: list[OffloadKey], target: Store, job: Job) -> JobResult:
         good = (job.outcomes == Outcome.OK) | (job.outcomes == Outcome.PRESENT)
         if job.kind == "load" and target is not self._store:
             good[:] = False  # weights have changed while it was read
@@ -541,21 +538,15 @@ class LifeboatTier(SecondaryTierManager):
         if not _RESET_IS_FENCED:
             self._held = (self._step + _RESET_STEPS, time.monotonic() + _RESET_S)
 
-    def _stores(self) -> list[BlockStore]:
+    def _stores(self) -> list[Store]:
         return [*self._retired, *([self._store] if self._store is not None else [])]
 
-    def _close(self, store: BlockStore) -> bool:
+    def _close(self, store: Store) -> bool:
         """Close a store; whether its I/O touches the CPU tier no more."""
         quiet = store.close()
-        namespace, target = store.namespace, store.target
-        if (
-            quiet
-            and namespace is not None
-            and target is not None
-            and ("epoch" in namespace.identity)
-        ):
-            with contextlib.suppress(OSError, LifeboatError):
-                target.purge(namespace.hex)
+        namespace = store.namespace
+        if quiet and namespace is not None and "epoch" in namespace.identity:
+            store.purge()
         return quiet
 
     @override
@@ -588,6 +579,6 @@ class LifeboatTier(SecondaryTierManager):
         return self._store.state if self._store is not None else State.DISABLED
 
     @property
-    def store(self) -> BlockStore | None:
+    def store(self) -> Store | None:
         """The block store, for tests and tools."""
         return self._store
