@@ -97,9 +97,9 @@ def test_batch_lengths_must_agree() -> None:
     buffers = BlockBuffers.from_buffers([b"x", b"y"])
     with pytest.raises(ValueError, match="a batch of 3 keys has 2 buffers"):
         BlockBatch(sample_keys(range(3)), buffers)
-    for name in ("positions", "groups", "families", "parents"):
+    for name in ("positions", "groups", "families", "parents", "salt", "codecs"):
         with pytest.raises(ValueError, match=f"{name} has 1 values for 2 keys"):
-            BlockBatch(sample_keys(range(2)), buffers, **{name: [1]})  # type: ignore[arg-type]
+            BlockBatch(sample_keys(range(2)), buffers, **{name: [1]})
 
 
 def test_empty_batch() -> None:
