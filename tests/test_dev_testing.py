@@ -104,10 +104,11 @@ def test_path_goes_to_its_suite_alone(run_pytest: _Pytest, monkeypatch: pytest.M
 
 
 def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
-    commands = run_pytest(*[0] * 4)
+    commands = run_pytest(*[0] * 5)
     assert testing.run_tests([str(ROOT / "packages")], full=False) == 0
     assert [Path(command[-1]).parent.name for command in commands] == [
         "lifeboatcache-core",
+        "lifeboatcache-dashboard",
         "lifeboatcache",
         "lifeboatcache-vllm",
         "lifeboatcache-sglang",

@@ -27,10 +27,16 @@ def _wheels() -> _Wheels:
             ["lifeboatcache-core~=1.2.0"],
             ["lifeboat_cache/integrations/sglang_backend.py", "lifeboat_sglang_entry.py"],
         ),
+        "lifeboatcache-dashboard": (
+            "0.2.0",
+            ["fastapi>=0.110", "lifeboatcache-core~=1.2.0"],
+            ["lifeboat_cache/dashboard/app.py"],
+        ),
         "lifeboatcache": (
             "0.1.0",
             [
                 "lifeboatcache-core~=1.2.3",
+                "lifeboatcache-dashboard~=0.2.0",
                 "lifeboatcache-sglang~=0.3.0",
                 "lifeboatcache-vllm~=0.4.0",
                 'lifeboatcache-sglang~=0.3.0; extra == "sglang"',

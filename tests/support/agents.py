@@ -91,8 +91,10 @@ def agent_home(
     home = tmp_path / "home"
     if kernel_home is not None:
         home.mkdir(mode=0o700)
-        # Tests run side by side, and 9402 may be somebody else's.
-        (home / "lifeboat.yaml").write_text("telemetry: {prometheus: {port: 0}}\n")
+        # Tests run side by side, and 9402 and 9400 may be somebody else's.
+        (home / "lifeboat.yaml").write_text(
+            "telemetry: {prometheus: {port: 0}}\ndashboard: {enabled: false}\n"
+        )
         shutil.copytree(kernel_home / "kernels", home / "kernels", symlinks=True)
     for name in ("LIFEBOAT_CACHE_CONFIG", "LIFEBOAT_CACHE_NAMESPACE_SALT"):
         monkeypatch.delenv(name, raising=False)

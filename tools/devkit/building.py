@@ -60,6 +60,7 @@ def smoke_test(wheels: list[Path]) -> None:
     checks: list[list[str | Path]] = [
         [python, "-m", "pip", "check", "--disable-pip-version-check"],
         [python.with_name("lifeboat-cache"), "--version"],
+        [python.with_name("lifeboat-cache"), "dashboard", "--help"],
         [
             python,
             "-c",

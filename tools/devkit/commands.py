@@ -81,6 +81,7 @@ def _build(arguments: argparse.Namespace) -> int:
 def _env(arguments: argparse.Namespace) -> int:
     make: dict[str, Callable[[], Path]] = {
         "core": core_python,
+        "dashboard": lambda: recipes.dashboard().make(),
         "sglang": lambda: recipes.sglang().make(),
         "tools": lambda: recipes.tools().make(),
         "vllm": lambda: recipes.vllm().make(),

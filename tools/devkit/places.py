@@ -12,6 +12,7 @@ DISTRIBUTIONS = (
     "lifeboatcache-core",
     "lifeboatcache-vllm",
     "lifeboatcache-sglang",
+    "lifeboatcache-dashboard",
     "lifeboatcache",
 )
 

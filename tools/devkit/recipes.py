@@ -8,7 +8,7 @@ from typing import TypedDict
 from devkit.environments import Environment, Pip, PipRequirementsOf, Step
 from devkit.places import ROOT, SUPPORT
 
-__all__ = ["environment_names", "sglang", "tools", "vllm", "wheels"]
+__all__ = ["dashboard", "environment_names", "sglang", "tools", "vllm", "wheels"]
 
 _CORE = ROOT / "packages" / "lifeboatcache-core"
 
@@ -31,7 +31,7 @@ _SGLANG_NEEDS = """
 
 def environment_names() -> list[str]:
     """Return the names that ``dev.py env`` takes."""
-    return ["core", "sglang", "tools", "vllm"]
+    return ["core", "dashboard", "sglang", "tools", "vllm"]
 
 
 def tools() -> Environment:
@@ -56,6 +56,18 @@ def vllm() -> Environment:
             Pip(("hatchling", "hypothesis", "pytest", "xxhash")),
         ),
         **_tree(_CORE, ROOT / "packages" / "lifeboatcache-vllm", SUPPORT / "vllm_cpu_offload"),
+    )
+
+
+def dashboard() -> Environment:
+    """Describe the environment of the dashboard's tests; a browser comes from the system."""
+    return Environment(
+        "dashboard",
+        base=(
+            Pip(("fastapi", "httpx", "jinja2", "uvicorn")),
+            Pip(("hatchling", "hypothesis", "pytest", "schemathesis", "selenium")),
+        ),
+        **_tree(_CORE, ROOT / "packages" / "lifeboatcache-dashboard"),
     )
 
 

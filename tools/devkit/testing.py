@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from devkit import recipes
+from devkit.browser import install_browser
 from devkit.building import build_wheels, smoke_test
 from devkit.hatch import core_python, hatch_run
 from devkit.model import make_model
@@ -32,7 +33,7 @@ class _Suite:
     directory
         Where its tests are.
     environment
-        ``core``, ``vllm`` or ``sglang``.
+        ``core``, ``dashboard``, ``vllm`` or ``sglang``.
     files
         Which files of the directory are its tests, where another suite has the others.
     """
@@ -45,11 +46,12 @@ class _Suite:
     @property
     def engine(self) -> bool:
         """Whether the tests need an engine, and its model."""
-        return self.environment != "core"
+        return self.environment in ("vllm", "sglang")
 
     def python(self) -> Path:
         make: dict[str, Callable[[], Path]] = {
             "core": core_python,
+            "dashboard": _dashboard_python,
             "sglang": lambda: recipes.sglang().make(),
             "vllm": lambda: recipes.vllm().make(),
         }
@@ -116,12 +118,18 @@ _NEXT_VLLM_TESTS = (
 
 _SUITES = (
     _Suite("core", ROOT / "packages" / "lifeboatcache-core" / "tests", "core"),
+    _Suite("dashboard", ROOT / "packages" / "lifeboatcache-dashboard" / "tests", "dashboard"),
     _Suite("metapackage", ROOT / "packages" / "lifeboatcache" / "tests", "core"),
     _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", "vllm"),
     _Suite("sglang", ROOT / "packages" / "lifeboatcache-sglang" / "tests", "sglang"),
     _Suite("whole", ROOT / "tests", "vllm"),
     _Suite("whole-sglang", ROOT / "tests", "sglang", files="test_sglang_*.py"),
 )
+
+
+def _dashboard_python() -> Path:
+    install_browser()
+    return recipes.dashboard().make()
 
 
 def lint() -> None:

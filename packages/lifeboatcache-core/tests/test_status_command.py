@@ -19,7 +19,13 @@ import pytest
 from lifeboat_cache.agent import AgentState, AgentStatus
 from lifeboat_cache.cli import status_command
 from lifeboat_cache.cli.main import main
-from lifeboat_cache.registry import Registration, TargetFacts, agent_document, stands_down
+from lifeboat_cache.registry import (
+    Registration,
+    TargetFacts,
+    agent_document,
+    measured,
+    stands_down,
+)
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.version import __version__
 
@@ -515,7 +521,7 @@ def test_a_dead_mount_holds_nothing_up(
     FilesystemTarget(home / "kv").probe()
     release = threading.Event()
     monkeypatch.setattr(FilesystemTarget, "usage", lambda self: release.wait(60))
-    monkeypatch.setattr(status_command, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(measured, "_PATIENCE_S", 0.1)
     code, text = run()
     release.set()
     assert code == 1

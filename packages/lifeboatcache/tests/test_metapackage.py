@@ -12,10 +12,15 @@ def _project(directory: Path) -> dict[str, Any]:
     return data
 
 
-def test_bare_install_brings_core_and_the_adapters() -> None:
+def test_bare_install_brings_core_the_dashboard_and_the_adapters() -> None:
     dependencies = _project(_PACKAGE)["project"]["dependencies"]
     names = {dependency.partition("~=")[0] for dependency in dependencies}
-    assert names == {"lifeboatcache-core", "lifeboatcache-sglang", "lifeboatcache-vllm"}
+    assert names == {
+        "lifeboatcache-core",
+        "lifeboatcache-dashboard",
+        "lifeboatcache-sglang",
+        "lifeboatcache-vllm",
+    }
 
 
 def test_what_it_brings_is_in_this_tree() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lifeboat_cache import kernels
 from lifeboat_cache.agent.caretaker import Caretaker
+from lifeboat_cache.agent.dashboard_child import DashboardChild
 from lifeboat_cache.agent.exits import Exit
 from lifeboat_cache.agent.kernel_build import KernelBuild
 from lifeboat_cache.agent.lock import AgentLock
@@ -81,6 +82,7 @@ class Agent:
         self._lease_s = lease_s
         self._config = WatchedConfig(places.home, config_path)
         self._kernels = KernelBuild(places.home)
+        self._dashboard = DashboardChild(places.home, config_path)
         self._caretakers: dict[Path, Caretaker] = {}
         self._leaving: list[Caretaker] = []
         self._disagreements: list[str] = []
@@ -121,6 +123,7 @@ class Agent:
             "engines": self._engines,
             "kernels": self._kernels.state,
             "config": self._config.source,
+            "dashboard": {"url": self._dashboard.url, "problem": self._dashboard.problem},
             "problems": self._problems(),
             "targets": [caretaker.describe() for caretaker in self._all_caretakers()],
         }
@@ -143,6 +146,8 @@ class Agent:
             "mode": "operator" if self._lease_s is None else "lease",
             "engines": self._engines,
             "kernels": self._kernels.state,
+            # Not among its problems: the cache works without it.
+            "dashboard": {"url": self._dashboard.url, "problem": self._dashboard.problem},
         }
         return document
 
@@ -223,6 +228,8 @@ class Agent:
             self._look_after(engines)
             self._look_at_kernels()
             self._export()
+            if self._config.config is not None:
+                self._dashboard.look(self._config.config.dashboard)
             if clock() - folded >= _FOLD_S:
                 folded = clock()
                 fold(self._places.home)
@@ -312,6 +319,7 @@ class Agent:
         self._state = "ending"
         _log.info("the agent ends: %s", self._reason or "it failed")
         self._kernels.stop()
+        self._dashboard.stop()
         until = time.monotonic() + _END_S
         caretakers = self._all_caretakers()
         for caretaker in caretakers:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,17 +17,13 @@ from lifeboat_cache.config import Config, load_config
 from lifeboat_cache.config.paths import ENV_HOME, Places
 from lifeboat_cache.config.units import format_duration, format_size
 from lifeboat_cache.errors import ConfigError
-from lifeboat_cache.registry.health import agent_of
+from lifeboat_cache.registry.measured import known_targets
 from lifeboat_cache.registry.overview import AgentFacts, overview
-from lifeboat_cache.registry.totals import Snapshot, snapshot
-from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.registry.totals import snapshot
 
 __all__ = ["status"]
 
 _WIDTH = 80
-
-#: A target that has not answered by then is on a dead mount.
-_PATIENCE_S = 5.0
 
 #: What folds counts is done within milliseconds, or was stopped.
 _FOLD_S = 5.0
@@ -83,7 +78,7 @@ def _document(home: Path, config: Config | None, problem: str) -> dict[str, Any]
             f"{home / 'run' / 'totals.lock'} is held by a process that does not go on: "
             "end that process"
         )
-    return overview(home, found, _targets(found, config), _agent(home, config), problem)
+    return overview(home, found, known_targets(found, config), _agent(home, config), problem)
 
 
 def _agent(home: Path, config: Config | None) -> AgentFacts:
@@ -93,70 +88,6 @@ def _agent(home: Path, config: Config | None) -> AgentFacts:
     starting = found.state is AgentState.STARTING
     autostart = config is None or config.agent.autostart
     return AgentFacts(expected=autostart and not starting, reason=reason)
-
-
-def _targets(found: Snapshot, config: Config | None) -> list[Mapping[str, Any]]:
-    """The agent's view; what it does not say is measured here."""
-    agent = agent_of(found.entries)
-    facts = agent.document.get("targets") if agent is not None else None
-    known: list[Mapping[str, Any]] = (
-        [item for item in facts if isinstance(item, dict)] if isinstance(facts, list) else []
-    )
-    if known:
-        return [_completed(item) for item in known]
-    places = () if config is None else config.storage.places
-    measured = (_measured(FilesystemTarget.from_tier(tier)) for tier in places)
-    return [item for item in measured if item is not None]
-
-
-def _completed(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A target of the agent's; measured here if the agent has not done so yet."""
-    location, reserve = facts.get("location"), facts.get("reserve_bytes")
-    if facts.get("used_bytes") is not None or facts.get("problem"):
-        return facts
-    if not isinstance(location, str) or not isinstance(reserve, int):
-        return facts
-    capacity = facts.get("capacity_bytes")
-    target = FilesystemTarget(
-        Path(location),
-        name=str(facts.get("name")),
-        capacity=capacity if isinstance(capacity, int) else None,
-        reserve=reserve,
-    )
-    return _measured(target) or facts
-
-
-def _measured(target: FilesystemTarget) -> dict[str, Any] | None:
-    """A target as in an agent's document; ``None`` if it is not there."""
-    found: list[dict[str, Any] | None] = []
-    facts: dict[str, Any] = {
-        "name": target.name,
-        "location": target.location,
-        "used_bytes": None,
-        "capacity_bytes": target.capacity,
-        "free_bytes": None,
-        "reserve_bytes": target.reserve,
-        "blocks": None,
-        "problem": "",
-    }
-
-    def measure() -> None:
-        try:
-            if not Path(target.location).is_dir():
-                found.append(None)
-                return
-            usage = target.usage()
-            found.append(facts | {"used_bytes": usage.used, "free_bytes": usage.free})
-        except Exception as error:
-            found.append(facts | {"problem": f"{target.location} cannot be read: {error}"})
-
-    # A system call on a dead mount cannot be given up, so it must not hold this thread.
-    worker = threading.Thread(target=measure, name=f"status {target.name}", daemon=True)
-    worker.start()
-    worker.join(_PATIENCE_S)
-    if found:
-        return found[0]
-    return facts | {"problem": f"{target.location} has not answered for {_PATIENCE_S:g} s"}
 
 
 def _text(document: Mapping[str, Any]) -> str:
@@ -183,6 +114,11 @@ def _verdict(document: Mapping[str, Any]) -> str:
         if document["processes"]
         else f"No engine is running. Home directory: {where}"
     )
+    agent = document["agent"]
+    if agent and agent["dashboard"].get("url"):
+        lines.append(f"Dashboard: {clean(agent['dashboard']['url'])}")
+    elif agent and agent["dashboard"].get("problem"):
+        lines += _wrapped(agent["dashboard"]["problem"])
     return "\n".join(lines)
 
 

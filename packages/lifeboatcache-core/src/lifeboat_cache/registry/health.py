@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lifeboat_cache.config.units import format_duration, format_size
 from lifeboat_cache.registry.processes import ProcessEntry
 from lifeboat_cache.registry.publisher import RECENT_S
 
-__all__ = ["SILENT_S", "agent_of", "living_stores", "problems"]
+__all__ = ["SILENT_S", "agent_of", "living_stores", "problems", "remedy_of"]
 
 #: Processes publish every 2 s; one that has not for so long hangs.
 SILENT_S = 30.0
@@ -42,6 +42,13 @@ _SEE_LOG = "see the engine's log"
 
 #: Reclaimed between lookup and load: computed again, and nothing is wrong.
 _HARMLESS = frozenset({"missing", "disabled"})
+
+
+def remedy_of(kind: Literal["store_dropped", "load_failed"], reason: str) -> str:
+    """What to do about blocks that were lost; empty if nothing is wrong."""
+    if kind == "store_dropped":
+        return _DROP_REMEDIES.get(reason, _SEE_LOG)
+    return "" if reason in _HARMLESS else _LOAD_REMEDIES.get(reason, _SEE_LOG)
 
 
 def living_stores(entries: Sequence[ProcessEntry]) -> list[ProcessEntry]:
@@ -198,12 +205,12 @@ def _losses(entries: Sequence[ProcessEntry]) -> list[str]:
     minutes = f"{RECENT_S / 60:.0f} minutes"
     found = [
         f"in the last {minutes} {_blocks(count)} not stored ({reason}): "
-        f"{_DROP_REMEDIES.get(reason, _SEE_LOG)}"
+        f"{remedy_of('store_dropped', reason)}"
         for reason, count in sorted(lost["store_dropped"].items())
     ]
     found += [
         f"in the last {minutes} {_blocks(count)} not loaded ({reason}): "
-        f"{_LOAD_REMEDIES.get(reason, _SEE_LOG)}"
+        f"{remedy_of('load_failed', reason)}"
         for reason, count in sorted(lost["load_failed"].items())
         if reason not in _HARMLESS
     ]

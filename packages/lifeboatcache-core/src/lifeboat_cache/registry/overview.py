@@ -115,7 +115,10 @@ def _process(entry: ProcessEntry, now: float) -> dict[str, Any]:
 
 
 def _agent(entry: ProcessEntry | None, now: float) -> dict[str, Any] | None:
-    return None if entry is None else _process(entry, now)
+    if entry is None:
+        return None
+    own = _mapping(entry.document.get("agent"))
+    return {**_process(entry, now), "dashboard": _mapping(own.get("dashboard"))}
 
 
 def _store(entry: ProcessEntry, now: float) -> dict[str, Any]:
