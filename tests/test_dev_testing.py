@@ -43,20 +43,20 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
 
 
 def test_everything_passes(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = run_pytest(*[0] * 6)
+    commands = run_pytest(*[0] * 7)
     assert testing.run_tests([], full=False) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "18 passed, 0 failed, 6 skipped"
+    assert capsys.readouterr().out.splitlines()[-1] == "21 passed, 0 failed, 7 skipped"
     assert all("not full" in command for command in commands)
 
 
 def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
     run_pytest: _Pytest, tmp_path: Path
 ) -> None:
-    commands = run_pytest(*[0] * 7)
+    commands = run_pytest(*[0] * 8)
     assert testing.run_tests([], full=True) == 0
     assert not any("not full" in command for command in commands)
     assert [f"PYTHONPATH={tmp_path / 'next'}" in command for command in commands] == [
-        *[False] * 6,
+        *[False] * 7,
         True,
     ]
 
@@ -64,14 +64,14 @@ def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
 def test_failure_fails_and_the_rest_still_runs(
     run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = run_pytest(1, *[0] * 5)
+    commands = run_pytest(1, *[0] * 6)
     assert testing.run_tests([], full=False) == 1
-    assert len(commands) == 6
-    assert capsys.readouterr().out.splitlines()[-1] == "17 passed, 1 failed, 6 skipped"
+    assert len(commands) == 7
+    assert capsys.readouterr().out.splitlines()[-1] == "20 passed, 1 failed, 7 skipped"
 
 
 def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_pytest(*[0] * 6)
+    run_pytest(*[0] * 7)
 
     def fail() -> None:
         raise DevError("unused import")
@@ -81,12 +81,12 @@ def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch
 
 
 def test_empty_suite_fails(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    run_pytest(0, 5, *[0] * 4)
+    run_pytest(0, 5, *[0] * 5)
     assert testing.run_tests([], full=False) == 1
     assert "a suite without tests proves nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5, 5, 5, 5), 0), ((5,) * 6, 1)])
+@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5, 5, 5, 5, 5), 0), ((5,) * 7, 1)])
 def test_selection_may_leave_suites_empty_but_not_all(
     run_pytest: _Pytest, codes: tuple[int, ...], expected: int
 ) -> None:

@@ -127,6 +127,11 @@ def test_live_keys_are_those_that_the_reference_calls_live(home: Path) -> None:
     assert live == {
         "compression.ladder.local",
         "compression.lossless_8bit",
+        "dashboard.allow_config_edit",
+        "dashboard.auth_token",
+        "dashboard.enabled",
+        "dashboard.host",
+        "dashboard.port",
         "eviction.policy",
         "telemetry.prometheus.host",
         "telemetry.prometheus.port",

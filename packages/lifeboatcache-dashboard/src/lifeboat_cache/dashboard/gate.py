@@ -174,8 +174,8 @@ class Gate:
 
 class _Headers:
     def __init__(self, scope: Scope) -> None:
-        self._all = [
-            (name.decode("latin-1").lower(), value.decode("latin-1"))
+        self._all: list[tuple[str, str]] = [
+            (bytes(name).decode("latin-1").lower(), bytes(value).decode("latin-1"))
             for name, value in scope["headers"]
         ]
 
@@ -204,7 +204,7 @@ def _cookie(name: str, value: str, same_site: str) -> str:
     cookie[name]["httponly"] = True
     cookie[name]["samesite"] = same_site
     cookie[name]["path"] = "/"
-    return str(cookie[name].OutputString())
+    return cookie[name].OutputString()
 
 
 async def _body(receive: Receive) -> bytes:
