@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache.format.journal import ENTRY, KIND_TOMBSTONE, Entries
+from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index_answers import Gathered, Keys, Touched, Words, as_keys, words_of
 from lifeboat_cache.index_loops import PlainLoops, loops
 from lifeboat_cache.index_rows import Gate, Rows, Small
@@ -190,6 +190,33 @@ class Index:
             self._gate.give_way()
         # What is dropped and stored anew in the meantime may be met twice.
         return keys if first <= step else list(dict.fromkeys(keys))
+
+    def rows(self, step: int) -> Iterator[tuple[npt.NDArray[np.uint32], Entries]]:
+        """All records, those in reserve too, as far as they are not dropped meanwhile.
+
+        Parameters
+        ----------
+        step
+            So many are looked at before others may change something.
+
+        Yields
+        ------
+        numbers, entries
+            uint32 ``(n,)``, the records' writers by number, and ``ENTRY`` ``(n,)``.
+        """
+        first = 0
+        while first < self._state[probe.FRESH]:
+            with self._gate:
+                stop = min(first + step, int(self._state[probe.FRESH]))
+                entries = self._rows.words[16 * first : 16 * stop].copy().view(ENTRY)
+            first = stop
+            entries = entries[entries["kind"] != 0]
+            numbers = _writers_in(entries)
+            # In a row the kind says whether it answers.
+            entries["kind"] = KIND_RECORD
+            entries["checksum"] = np.void(bytes(8))
+            yield numbers, entries
+            self._gate.give_way()
 
     def last_used(self, key: bytes) -> int | None:
         """When a block was last used (seconds), ``None`` if it is not there."""

@@ -49,6 +49,10 @@ class Outcome(IntEnum):
     FAILED = 10
     #: The store stands down; :attr:`BlockStore.reason` says why.
     DISABLED = 11
+    #: Given up: the target did not answer before the deadline.
+    TIMEOUT = 12
+    #: Not tried: the target does not answer now, or the mover that keeps it is not there.
+    UNAVAILABLE = 13
 
     @property
     def good(self) -> bool:

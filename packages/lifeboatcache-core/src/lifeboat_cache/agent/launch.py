@@ -40,6 +40,7 @@ def launch(argv: Sequence[str], tell: int = -1) -> int:
     parser.add_argument("--lease", type=float, default=60.0)
     parser.add_argument("--take-over", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--mover", metavar="TARGET")
     args = parser.parse_args(argv)
     os.umask(0o077)
     # Signals that the engine's thread had blocked, and the CPUs that it was bound to.
@@ -48,6 +49,12 @@ def launch(argv: Sequence[str], tell: int = -1) -> int:
     places = AgentPlaces.of(args.home)
     if args.compile:
         return _compile(places, tell)
+    if args.mover:
+        from lifeboat_cache.mover.process import run_mover
+
+        return run_mover(
+            args.home, args.mover, args.config, args.lease, lambda code: _answer(tell, code)
+        )
     try:
         # What `ps` and `top` call it.
         with contextlib.suppress(OSError):

@@ -22,10 +22,13 @@ from lifeboat_cache.agent.dashboard_child import DashboardChild
 from lifeboat_cache.agent.exits import Exit
 from lifeboat_cache.agent.kernel_build import KernelBuild
 from lifeboat_cache.agent.lock import AgentLock
+from lifeboat_cache.agent.movers import Movers
 from lifeboat_cache.agent.places import AgentPlaces
+from lifeboat_cache.agent.starter import LEASE_S, spawn
 from lifeboat_cache.agent.status import clock
 from lifeboat_cache.agent.wanted import WantedTarget, merged, of_config, of_document
 from lifeboat_cache.config.watched import WatchedConfig
+from lifeboat_cache.mover.hanging import needs_mover
 from lifeboat_cache.registry import ProcessEntry, Registration, agent_document, fold, processes
 from lifeboat_cache.registry.files import replace_json
 from lifeboat_cache.registry.host import boot_id, process_start
@@ -80,10 +83,12 @@ class Agent:
         self._places = places
         self._lock = lock
         self._lease_s = lease_s
+        self._config_path = config_path
         self._config = WatchedConfig(places.home, config_path)
         self._kernels = KernelBuild(places.home)
         self._dashboard = DashboardChild(places.home, config_path)
         self._caretakers: dict[Path, Caretaker] = {}
+        self._movers = Movers(places.home, self._start_mover)
         self._leaving: list[Caretaker] = []
         self._disagreements: list[str] = []
         self._engines = 0
@@ -125,7 +130,10 @@ class Agent:
             "config": self._config.source,
             "dashboard": {"url": self._dashboard.url, "problem": self._dashboard.problem},
             "problems": self._problems(),
-            "targets": [caretaker.describe() for caretaker in self._all_caretakers()],
+            "targets": [
+                *(caretaker.describe() for caretaker in self._all_caretakers()),
+                *self._movers.describe(),
+            ],
         }
 
     def _all_caretakers(self) -> list[Caretaker]:
@@ -134,10 +142,12 @@ class Agent:
     def _problems(self) -> list[str]:
         exporter = self._exporter.reason if self._exporter else self._exporter_problem
         problems = [self._config.problem, self._kernels.problem, exporter]
-        return [problem for problem in [*problems, *self._disagreements] if problem]
+        others = [*self._disagreements, *self._movers.problems()]
+        return [problem for problem in [*problems, *others] if problem]
 
     def _registry_document(self) -> dict[str, Any]:
         facts = [caretaker.facts() for caretaker in self._all_caretakers()]
+        facts += self._movers.facts()
         reason = "; ".join(self._problems()) or self._reason
         document = agent_document(
             facts, state="active" if self._state == "watching" else self._state, reason=reason
@@ -254,9 +264,13 @@ class Agent:
 
     def _look_after(self, engines: Sequence[ProcessEntry]) -> None:
         config = self._config.config
-        targets = of_config(config) if config else []
+        tiers = config.storage.places if config else ()
+        moved = [tier for tier in tiers if needs_mover(tier)]
+        self._movers.look(moved)
+        targets = of_config(config, [one for one in tiers if one not in moved]) if config else []
         for engine in engines:
-            for target in of_document(engine.document):
+            # What can hang is never looked at from here: its mover does that.
+            for target in of_document(engine.document, self._movers.has):
                 if config is None:
                     targets.append(target)
                     continue
@@ -274,6 +288,11 @@ class Agent:
                 _log.warning("%s", text)
         self._disagreements = disagreements
         self._set(wanted)
+
+    def _start_mover(self, target: str) -> str:
+        lease_s = LEASE_S if self._lease_s is None else self._lease_s
+        arguments = ["--mover", target, "--lease", str(lease_s)]
+        return spawn(self._places, arguments, self._config_path)
 
     def _set(self, wanted: dict[Path, WantedTarget]) -> None:
         self._leaving = [item for item in self._leaving if not item.join(0)]
@@ -320,6 +339,7 @@ class Agent:
         _log.info("the agent ends: %s", self._reason or "it failed")
         self._kernels.stop()
         self._dashboard.stop()
+        self._movers.stop()
         until = time.monotonic() + _END_S
         caretakers = self._all_caretakers()
         for caretaker in caretakers:

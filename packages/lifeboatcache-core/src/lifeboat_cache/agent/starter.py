@@ -32,7 +32,7 @@ from lifeboat_cache.registry.files import replace_json
 from lifeboat_cache.targets.files import close_file, open_file
 from lifeboat_cache.version import __version__
 
-__all__ = ["LEASE_S", "ensure_agent", "start_lock"]
+__all__ = ["LEASE_S", "ensure_agent", "spawn", "start_lock"]
 
 _log = logging.getLogger("lifeboat_cache")
 
@@ -201,7 +201,7 @@ def _start(
     arguments = ["--lease", str(lease_s)]
     if found.state is AgentState.HUNG:
         arguments.append("--take-over")
-    reason = _spawn(places, arguments, config)
+    reason = spawn(places, arguments, config)
     if reason:
         return AgentStatus(AgentState.FAILED, f"the agent cannot be started: {reason}")
     return AgentStatus(AgentState.STARTING)
@@ -235,12 +235,12 @@ def _ensure_kernels(places: AgentPlaces, status: AgentStatus) -> None:
                 _asked_for_kernels.append(True)
                 if begin_build(places.home):
                     _log.info("LifeboatCache: kernels for this environment are compiled")
-                    _spawn(places, ["--compile"], None)
+                    spawn(places, ["--compile"], None)
         finally:
             _guard.release()
 
 
-def _spawn(places: AgentPlaces, arguments: list[str], config: Path | None) -> str:
+def spawn(places: AgentPlaces, arguments: list[str], config: Path | None) -> str:
     """Start a process that is nobody's child; return why that failed, or nothing."""
     if not sys.executable:
         return "this process does not know its Python interpreter: run `lifeboat-cache agent`"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from lifeboat_cache.config import Config
+from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 __all__ = ["WantedTarget", "merged", "of_config", "of_document"]
@@ -100,8 +101,8 @@ class WantedTarget:
         )
 
 
-def of_config(config: Config) -> list[WantedTarget]:
-    """The enabled targets of a configuration."""
+def of_config(config: Config, tiers: Sequence[Tier] | None = None) -> list[WantedTarget]:
+    """The enabled targets of a configuration, or those of some tiers, looked after as it says."""
     return [
         WantedTarget(
             _resolved(str(tier.path)),
@@ -112,21 +113,28 @@ def of_config(config: Config) -> list[WantedTarget]:
             config.eviction.policy,
             config.security.integrity_key,
         )
-        for tier in config.storage.places
+        for tier in (config.storage.places if tiers is None else tiers)
     ]
 
 
-def of_document(document: Mapping[str, Any]) -> list[WantedTarget]:
+def of_document(
+    document: Mapping[str, Any], elsewhere: Callable[[str], bool] = lambda _: False
+) -> list[WantedTarget]:
     """The targets that a store has published and uses.
 
-    Those of which it has not said all that must be known are left out.
+    Those of which it has not said all that must be known are left out, and those that are
+    looked after elsewhere, given their location: their paths are not even resolved.
     """
     # Stores of older releases have one target, and no list.
     listed = document.get("targets")
     facts = listed if isinstance(listed, list) else [document.get("target")]
     unused = ("opening", "disabled", "closed")
     found = [
-        _of_facts(one) for one in facts if isinstance(one, dict) and one.get("state") not in unused
+        _of_facts(one)
+        for one in facts
+        if isinstance(one, dict)
+        and one.get("state") not in unused
+        and not elsewhere(str(one.get("location")))
     ]
     return [target for target in found if target is not None]
 

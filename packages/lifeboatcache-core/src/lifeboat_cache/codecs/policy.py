@@ -121,6 +121,10 @@ class CodecPolicy:
             return
         self._renew(self._ladder(self._rates()))
 
+    def follow(self, config: Config) -> None:
+        """Use another configuration from the next :meth:`look` on; not beside a live one."""
+        self._fixed = config
+
     def close(self) -> None:
         """End what goes on in the background. Idempotent."""
         self.guard.close()

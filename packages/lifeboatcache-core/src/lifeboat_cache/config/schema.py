@@ -260,6 +260,38 @@ class Tier(Section):
         "the tier unusable.",
     )
 
+    timeout_s: Annotated[
+        float,
+        BeforeValidator(_seconds),
+        Field(ge=0.1, le=_MAX_WAIT_S, allow_inf_nan=False),
+        Key(
+            allowed=f"0.1 to {_MAX_WAIT_S} seconds, a number of seconds or with a unit: "
+            f"{DURATION_EXAMPLES}",
+            example="10s",
+            unit="s",
+        ),
+    ] = Field(
+        default=10.0,
+        description="How long a transfer may take on a tier that can hang (a network or unknown "
+        "file system) or has a bandwidth limit. What takes longer is given up: a block to be "
+        "loaded is computed, one to be stored is dropped. Transfers to other tiers always end.",
+    )
+    bandwidth_limit_gbps: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False),
+        Key(allowed="above 0, a number of gigabits per second", example="10.0", unit="Gbit/s"),
+    ] | None = Field(
+        default=None,
+        description="The most that all engines of this node together move to and from the tier, "
+        "counted as KV before it is encoded. Loads go before stores. Without it there is no limit.",
+    )
+
+    @property
+    def bandwidth_limit_bytes(self) -> float | None:
+        """The bandwidth limit in bytes per second, or None for none."""
+        limit = self.bandwidth_limit_gbps
+        return None if limit is None else limit * 1e9 / 8
+
     @property
     def capacity_bytes(self) -> int | None:
         """The capacity in bytes, or None for no limit of its own."""
@@ -313,6 +345,8 @@ class FallbackLocal(Section):
             capacity_gb=self.capacity_gb,
             min_free_gb=self.min_free_gb,
             direct_io="auto",
+            timeout_s=10.0,
+            bandwidth_limit_gbps=None,
         )
 
 

@@ -108,6 +108,8 @@ class BlockStore:
     codecs
         Chooses the codecs of blocks whose layout is known (:meth:`describe`); by default
         everything is stored as it is.
+    index
+        An empty index to use, of which others want to know too.
     """
 
     def __init__(
@@ -121,12 +123,13 @@ class BlockStore:
         shared_lookup: bool = True,
         companion: Companion | None = None,
         codecs: CodecPolicy | None = None,
+        index: Index | None = None,
     ) -> None:
         self._find_namespace = namespace
         self._shared_lookup = shared_lookup
         self._companion = companion or Alone()
         self._targets = list(targets)
-        self._index = Index()
+        self._index = Index() if index is None else index
         self._counters = Counters()
         self._codings = Codings()
         self._policy = codecs or CodecPolicy.fixed("raw")

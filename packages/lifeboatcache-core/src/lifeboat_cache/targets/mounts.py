@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["FileSystemKind", "Mount", "kind_of", "mount_of"]
+__all__ = ["FileSystemKind", "Mount", "kind_of", "mount_of", "mounts", "topmost"]
 
 #: ``container``: gone with the container. ``memory``: gone at the next boot.
 #: ``network``: can hang. ``fuse``: a program that is not known here.
@@ -57,24 +57,40 @@ def mount_of(path: Path, mountinfo: str | None = None) -> Mount | None:
     mountinfo
         The text of ``/proc/self/mountinfo``, by default read from there.
     """
+    return topmost(Path(os.path.realpath(path)), mounts(mountinfo))
+
+
+def mounts(mountinfo: str | None = None) -> list[Mount]:
+    """All mounted file systems, none if they cannot be known. Touches none of them.
+
+    Parameters
+    ----------
+    mountinfo
+        See :func:`mount_of`.
+    """
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         except OSError:
-            return None
-    real = Path(os.path.realpath(path))
-    best: Mount | None = None
+            return []
+    found = []
     for line in mountinfo.splitlines():
         fields = line.split(" ")
         if "-" not in fields[6:]:
             continue
         tail = fields[fields.index("-", 6) + 1 :]
-        if len(tail) < 2:
-            continue
-        mount = Mount(Path(_unescape(fields[4])), tail[0], _unescape(tail[1]))
+        if len(tail) >= 2:
+            found.append(Mount(Path(_unescape(fields[4])), tail[0], _unescape(tail[1])))
+    return found
+
+
+def topmost(path: Path, table: list[Mount]) -> Mount | None:
+    """The mount that a path without links is on."""
+    best: Mount | None = None
+    for mount in table:
         # Later lines cover earlier ones at the same point.
         covers = best is None or len(mount.point.parts) >= len(best.point.parts)
-        if covers and real.is_relative_to(mount.point):
+        if covers and path.is_relative_to(mount.point):
             best = mount
     return best
 
