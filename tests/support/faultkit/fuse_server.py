@@ -7,7 +7,11 @@ one that is not answered yet. On the control socket, lines of JSON:
 ``{"rules": [...]}``
     Replace the rules. A rule is ``{"op": "read", "match": REGEX, "do": WHAT, ...}``,
     where WHAT is ``error`` (with ``errno``), ``hang``, ``short`` (half is moved), ``flip``
-    (one bit of what is read is wrong) or ``late`` (it is done, then ``errno`` is reported);
+    (one bit of what is read is wrong), ``late`` (it is done, then ``errno`` is reported),
+    ``delay`` (it is done ``seconds`` later, others go on), ``torn`` (the second half of what is
+    read is zeros, as seen by a client to which it has not come yet), ``old`` (``read``,
+    ``getattr`` and ``lookup`` see the first ``size`` bytes of the file only) or ``hide``
+    (``readdir``: names that match ``match`` are not listed; ``lookup``: there is no such file);
     ``skip`` requests pass before it applies, and it applies ``times`` times (-1 = for ever).
     ``bytes`` is a range: it applies to reads and writes of those bytes of the file.
 ``{"release": true, "errno": 0}``
@@ -32,6 +36,7 @@ import socket
 import stat
 import struct
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -82,13 +87,20 @@ class Server:
         self.rules: list[dict[str, Any]] = []
         self.hit: list[int] = []
         self.held: list[tuple[int, Callable[[], bytes]]] = []
+        self.later: list[tuple[float, int, Callable[[], bytes]]] = []
 
     def run(self) -> None:
         """Serve until the filesystem is unmounted and the last file is closed."""
         lines = b""
         sources: list[Any] = [self.fuse, self.control]
         while True:
-            ready, _, _ = select.select(sources, [], [])
+            now = time.monotonic()
+            due = [one for one in self.later if one[0] <= now]
+            self.later = [one for one in self.later if one[0] > now]
+            for _, unique, work in due:
+                self.answer(unique, work)
+            wait = min((one[0] - now for one in self.later), default=None)
+            ready, _, _ = select.select(sources, [], [], wait)
             if self.control in ready:
                 data = self.control.recv(65536)
                 if not data:  # the test has ended
@@ -149,11 +161,22 @@ class Server:
         if rule is not None and rule["do"] == "error":
             self.reply(unique, -rule["errno"])
             return
+        if rule is not None and rule["do"] == "hide" and op == "lookup":
+            self.reply(unique, -errno.ENOENT)
+            return
         if rule is not None and rule["do"] == "short":
             body = self.shortened(body)
+        hidden = rule["match"] if rule is not None and rule["do"] == "hide" else None
 
         def work() -> bytes:
-            done: bytes = getattr(self, "do_" + op)(node, body)
+            if hidden is not None:
+                done = self.do_readdir(node, body, hidden)
+            else:
+                done = getattr(self, "do_" + op)(node, body)
+            if rule is not None and rule["do"] == "torn" and done:
+                done = done[: len(done) // 2] + bytes(len(done) - len(done) // 2)
+            if rule is not None and rule["do"] == "old":
+                done = self.as_of_old(op, body, done, rule["size"])
             if rule is not None and rule["do"] == "flip" and done:
                 at = len(done) // 2
                 done = done[:at] + bytes([done[at] ^ 4]) + done[at + 1 :]
@@ -163,6 +186,8 @@ class Server:
 
         if rule is not None and rule["do"] == "hang":
             self.held.append((unique, work))
+        elif rule is not None and rule["do"] == "delay":
+            self.later.append((time.monotonic() + rule["seconds"], unique, work))
         else:
             self.answer(unique, work)
 
@@ -170,7 +195,8 @@ class Server:
         """The first rule that applies to a request."""
         name = self.name(op, node, body)
         for number, rule in enumerate(self.rules):
-            if rule["op"] != op or not re.search(rule.get("match", ""), name):
+            listing = op == "readdir" and rule["do"] == "hide"
+            if rule["op"] != op or not (listing or re.search(rule.get("match", ""), name)):
                 continue
             if "bytes" in rule:
                 _, offset, size, *_ = _IO.unpack_from(body)
@@ -195,6 +221,16 @@ class Server:
         if op in start:
             return base + "/" + body[start[op] :].split(b"\0")[0].decode()
         return base
+
+    @staticmethod
+    def as_of_old(op: str, body: bytes, done: bytes, size: int) -> bytes:
+        """What a client that has not seen a file grow is told of it."""
+        if op == "read":
+            _, offset, *_ = _IO.unpack_from(body)
+            return done[: max(0, size - offset)]
+        at = _ENTRY.size + 8 if op == "lookup" else 16 + 8
+        (real,) = struct.unpack_from("<Q", done, at)
+        return done[:at] + struct.pack("<Q", min(real, size)) + done[at + 8 :]
 
     @staticmethod
     def shortened(body: bytes) -> bytes:
@@ -363,10 +399,12 @@ class Server:
         self.listings[self.next_listing] = names
         return _OPENED.pack(self.next_listing, 0, 0)
 
-    def do_readdir(self, node: int, body: bytes) -> bytes:
+    def do_readdir(self, node: int, body: bytes, hidden: str | None = None) -> bytes:
         fh, offset, size, *_ = _IO.unpack_from(body)
         out = b""
         for at, name in enumerate(self.listings[fh][offset:], start=offset + 1):
+            if hidden is not None and re.search(hidden, os.fsdecode(name)):
+                continue
             one = struct.pack("<QQII", at, at, len(name), 0) + name
             one += bytes(-len(one) % 8)
             if len(out) + len(one) > size:

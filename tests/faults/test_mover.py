@@ -1,0 +1,426 @@
+"""Targets that hang, fail and lie behind a mover: the engine never waits and is never wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import gone, until
+from faultkit.disks import FaultyDisk
+from faultkit.movers import Movers, movers
+
+from lifeboat_cache.config.schema import Tier
+from lifeboat_cache.interface import (
+    BlockBatch,
+    BlockBuffers,
+    BlockStore,
+    Job,
+    Lookup,
+    Namespace,
+    Outcome,
+    State,
+)
+from lifeboat_cache.mover.remote_store import RemoteStore
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.testing import StoreDriver, aligned_memory, payload_of
+
+OK, TIMEOUT, UNAVAILABLE = Outcome.OK, Outcome.TIMEOUT, Outcome.UNAVAILABLE
+SIZE = 64 << 10
+
+READ = {"op": "read", "match": "segment$", "do": "hang", "bytes": [4096, 1 << 40]}
+WRITE = {"op": "write", "match": "segment$", "do": "hang"}
+JOURNAL = {"op": "write", "match": "journal$", "do": "hang"}
+#: Nothing that concerns a file or directory of the target is answered.
+EVERYTHING = [
+    {"op": op, "match": "kv", "do": "hang"}
+    for op in ("read", "write", "open", "lookup", "getattr", "opendir", "create", "fsync", "unlink")
+]
+
+
+@pytest.fixture
+def rig(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel_home: Path,
+    namespace: Namespace,
+    faulty: FaultyDisk,
+) -> Iterator[Movers]:
+    with movers(tmp_path, monkeypatch, kernel_home, namespace) as made:
+        yield made
+        faulty.rules()
+        faulty.release()
+
+
+@pytest.fixture
+def tier(rig: Movers, faulty: FaultyDisk) -> Tier:
+    return rig.tier(faulty.root)
+
+
+@pytest.fixture
+def driver(rig: Movers, tier: Tier) -> StoreDriver:
+    """A store with blocks 0 … 15."""
+    made: StoreDriver = rig.open(tier, size=SIZE)
+    assert made.store(range(16)) == [OK] * 16
+    return made
+
+
+def remote(driver: StoreDriver) -> RemoteStore:
+    store = driver.block_store
+    assert isinstance(store, RemoteStore)
+    return store
+
+
+def begin(driver: StoreDriver, kind: str, numbers: Sequence[int]) -> tuple[Job, list[Any]]:
+    """A job under way, with its memory; that of a load is full of 7s."""
+    keys = driver.keys(numbers)
+    memory = [aligned_memory(driver.size) for _ in numbers]
+    for block, key in zip(memory, keys, strict=True):
+        block[:] = 7 if kind == "load" else np.frombuffer(payload_of(key, SIZE), dtype=np.uint8)
+    batch = BlockBatch(keys, BlockBuffers.from_buffers(memory))
+    store = driver.block_store
+    return (store.load if kind == "load" else store.store)(batch), memory
+
+
+def answers(driver: StoreDriver) -> None:
+    """Wait until the target is in use again."""
+    until(lambda: remote(driver).usable, "the target to be taken back")
+
+
+def test_blocks_go_through_the_mover_and_are_found_by_the_next_engine(
+    rig: Movers, tier: Tier, driver: StoreDriver
+) -> None:
+    assert driver.lookup(range(17)) == [Lookup.HIT] * 16 + [Lookup.MISS]
+    assert driver.load(range(16)) == [OK] * 16
+    assert driver.store(range(12, 20)) == [Outcome.PRESENT] * 4 + [OK] * 4
+    assert driver.delete([3, 99]) == [True, False]
+    assert driver.lookup([3]) == [Lookup.MISS]
+    assert driver.block_store.drain(60)
+    second: StoreDriver = rig.open(tier, size=SIZE)
+    until(lambda: second.lookup([3]) == [Lookup.MISS], "the deletion to be seen")
+    assert second.load([0, 3, 19]) == [OK, Outcome.MISSING, OK]
+    # What one stores the other finds at once: they share the mover's store.
+    assert second.store([50]) == [OK]
+    until(lambda: driver.lookup([50]) == [Lookup.HIT], "the other engine's block")
+    assert driver.load([50]) == [OK]
+
+
+@pytest.mark.parametrize("size", [1, 5000, 8192, 300_000])
+def test_blocks_of_any_size_and_in_pieces(rig: Movers, tier: Tier, size: int) -> None:
+    store = rig.open(tier).block_store
+    cuts = tuple(sorted({size // 3, size // 2} - {0}))
+    driver = StoreDriver(store, size=size, cuts=cuts)
+    assert driver.store(range(9)) == [OK] * 9
+    assert driver.load(range(10)) == [OK] * 9 + [Outcome.MISSING]
+    assert store.sizes(driver.keys([0, 99])).tolist() == [size, -1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"), [("load", READ), ("store", WRITE), ("store", JOURNAL)]
+)
+def test_job_on_a_target_that_hangs_ends_at_its_deadline(
+    driver: StoreDriver, faulty: FaultyDisk, kind: str, rule: dict[str, Any]
+) -> None:
+    store = remote(driver)
+    numbers = [0, 1, 2] if kind == "load" else [100, 101, 102]
+    faulty.rules(rule)
+    job, memory = begin(driver, kind, numbers)
+    faulty.wait_hanging()
+    assert job.wait(60)
+    assert job.outcomes.tolist() == [TIMEOUT] * 3
+    # From now on the memory is somebody else's, whatever the target does.
+    for block in memory:
+        block[:] = 9
+    until(lambda: store.facts()["breaker"] != "closed", "the breaker to open")
+    assert store.facts()["abandoned_bytes"] == 3 * SIZE
+    assert driver.lookup(range(16)) == [Lookup.MISS] * 16
+    assert driver.load(range(4)) == [UNAVAILABLE] * 4
+    assert driver.store([200]) == [UNAVAILABLE]
+    assert "has not answered" in store.reason
+    assert not store.targets()[0].writing
+    faulty.rules()
+    faulty.release()
+    answers(driver)
+    until(lambda: store.facts()["abandoned_bytes"] == 0, "the memory to come back")
+    assert driver.load(range(16)) == [OK] * 16
+    assert driver.store([200]) == [OK]
+    assert all(bool((block == 9).all()) for block in memory)
+    if kind == "store":
+        # What was given up has come there all the same, or not: never wrongly.
+        for outcome in driver.load(numbers):
+            assert outcome in (OK, Outcome.MISSING)
+
+
+def test_everything_hangs_and_another_target_goes_on(
+    rig: Movers, driver: StoreDriver, faulty: FaultyDisk, tmp_path: Path
+) -> None:
+    other: StoreDriver = rig.open(rig.tier(tmp_path / "other", name="other"), size=SIZE)
+    assert other.store(range(16)) == [OK] * 16
+    local = BlockStore(rig.namespace, [FilesystemTarget(tmp_path / "local")], io_workers=2)
+    assert local.wait_recovered(60)
+    near = StoreDriver(local, size=SIZE)
+    faulty.rules(*EVERYTHING)
+    jobs = [begin(driver, "load", [n])[0] for n in range(8)]
+    jobs += [begin(driver, "store", [100 + n])[0] for n in range(8)]
+    for first in range(0, 64, 16):
+        driver.lookup(range(16))
+        driver.block_store.poll()
+        assert near.store(range(first, first + 16)) == [OK] * 16
+        assert near.load(range(first, first + 16)) == [OK] * 16
+        assert other.load(range(16)) == [OK] * 16
+        assert other.store(range(first + 100, first + 116)) == [OK] * 16
+    for job in jobs:
+        assert job.wait(60)
+        assert set(job.outcomes.tolist()) <= {TIMEOUT, UNAVAILABLE, Outcome.MISSING}
+    # Closing does not wait for it either, and says that nobody's memory is in use.
+    assert driver.block_store.close()
+    faulty.rules()
+    faulty.release()
+    fresh: StoreDriver = rig.open(rig.tier(faulty.root), start=False, size=SIZE)
+    assert fresh.load(range(16)) == [OK] * 16
+    assert local.close()
+
+
+_ENGINE = """
+import sys, time
+from pathlib import Path
+from lifeboat_cache.config.schema import Config, Tier
+from lifeboat_cache.interface import Namespace
+from lifeboat_cache.mover.remote_store import RemoteStore
+from lifeboat_cache.testing import StoreDriver
+
+namespace = Namespace.from_identity({"engine": "test", "model": "small"})
+tier = Tier.model_validate_json(sys.argv[2])
+store = RemoteStore(namespace, tier, home=Path(sys.argv[1]), config=Config.model_validate({}))
+assert store.wait_recovered(60)
+driver = StoreDriver(store, size=65536)
+print("ready", flush=True)
+sys.stdin.readline()
+from lifeboat_cache.interface import BlockBatch, BlockBuffers
+from lifeboat_cache.testing import aligned_memory
+memory = [aligned_memory(65536)]
+job = store.load(BlockBatch(driver.keys([0]), BlockBuffers.from_buffers(memory)))
+other = store.store(BlockBatch(driver.keys([900]), BlockBuffers.from_buffers(memory)))
+print("begun", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_engine_exits_while_its_target_hangs(
+    rig: Movers, tier: Tier, driver: StoreDriver, faulty: FaultyDisk
+) -> None:
+    waiting = tier.model_copy(update={"timeout_s": 600.0})
+    process = subprocess.Popen(
+        [sys.executable, "-c", _ENGINE, str(rig.home), waiting.model_dump_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        faulty.rules(READ, WRITE)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "begun\n"
+        faulty.wait_hanging()
+        # It has jobs under way that have ten minutes, and ends.
+        print(file=process.stdin, flush=True)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    faulty.rules()
+    faulty.release()
+    answers(driver)
+    assert driver.load(range(16)) == [OK] * 16
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_errors_are_outcomes_and_open_the_breaker(
+    driver: StoreDriver, faulty: FaultyDisk, number: int
+) -> None:
+    store = remote(driver)
+    # The probe writes too, so the target stays out of use as long as that fails.
+    faulty.rules({"op": "write", "match": "", "do": "error", "errno": number})
+    bad = {Outcome.FAILED, Outcome.RESERVE, Outcome.FULL, UNAVAILABLE}
+    for first in range(100, 140):
+        outcomes = set(driver.store(range(first, first + 1)))
+        assert outcomes <= bad
+        if outcomes == {UNAVAILABLE}:
+            break
+    if number != errno.ENOSPC:
+        assert store.facts()["breaker_opened"] == 1
+    faulty.rules()
+    answers(driver)
+    until(lambda: driver.store([150]) == [OK] or driver.lookup([150]) == [Lookup.HIT], "a store")
+    assert driver.load([*range(16), 150]) == [OK] * 17
+
+
+@pytest.mark.parametrize("do", ["torn", "flip"])
+def test_what_is_not_what_was_stored_is_never_served(
+    driver: StoreDriver, faulty: FaultyDisk, do: str
+) -> None:
+    faulty.rules({"op": "read", "match": "segment$", "do": do, "bytes": [4096, 1 << 40]})
+    # StoreDriver compares every block that is called good.
+    outcomes = driver.load(range(16))
+    assert OK not in outcomes
+    faulty.rules()
+    answers(driver)
+    assert set(driver.store(range(16))) <= {OK, Outcome.PRESENT}
+    assert driver.load(range(16)) == [OK] * 16
+
+
+def test_journals_that_become_visible_late(
+    rig: Movers, tier: Tier, driver: StoreDriver, faulty: FaultyDisk
+) -> None:
+    faulty.rules(
+        {"op": "readdir", "match": "journal$", "do": "hide"},
+        {"op": "lookup", "match": "journal$", "do": "hide"},
+    )
+    # A second mover's store, as that of another node: it sees an empty directory for now.
+    other = Namespace.from_identity({"engine": "test", "model": "small"})
+    store = BlockStore(other, [FilesystemTarget(faulty.root)], io_workers=2)
+    assert store.wait_recovered(60)
+    near = StoreDriver(store, size=SIZE)
+    assert near.lookup([0]) == [Lookup.MISS]
+    faulty.rules()
+    until(lambda: near.lookup(range(16)) == [Lookup.HIT] * 16, "the journal")
+    assert near.load(range(16)) == [OK] * 16
+    assert store.close()
+
+
+def test_target_that_is_slow_is_waited_for(
+    rig: Movers, driver: StoreDriver, faulty: FaultyDisk
+) -> None:
+    slow = rig.tier(faulty.root, timeout_s=60.0)
+    store: StoreDriver = rig.open(slow, start=False, size=SIZE)
+    faulty.rules(
+        {"op": "read", "match": "segment$", "do": "delay", "seconds": 0.3},
+        {"op": "write", "match": "segment$", "do": "delay", "seconds": 0.3},
+    )
+    assert store.load(range(16)) == [OK] * 16
+    assert store.store([300]) == [OK]
+    assert remote(store).facts()["breaker_opened"] == 0
+
+
+def test_opening_a_target_that_hangs(rig: Movers, tier: Tier, faulty: FaultyDisk) -> None:
+    faulty.rules(*EVERYTHING)
+    store: StoreDriver = rig.open(tier, size=SIZE, wait=False)
+    until(lambda: remote(store).facts()["mover"], "the mover")
+    job, memory = begin(store, "store", [0])
+    assert job.wait(60)
+    assert job.outcomes.tolist() == [UNAVAILABLE]
+    assert store.lookup([0]) == [Lookup.RETRY]
+    assert store.block_store.state is State.OPENING
+    faulty.rules()
+    faulty.release()
+    assert store.block_store.wait_recovered(60)
+    assert store.store([0]) == [OK]
+
+
+def test_mover_that_is_stopped_is_not_waited_for(
+    rig: Movers, tier: Tier, driver: StoreDriver
+) -> None:
+    with rig.stopped(tier):
+        jobs = [begin(driver, "load", [n]) for n in range(8)]
+        for job, _ in jobs:
+            assert job.wait(60)
+            assert job.outcomes.tolist() in ([TIMEOUT], [UNAVAILABLE])
+        for _, memory in jobs:
+            for block in memory:
+                block[:] = 9
+        assert driver.lookup(range(4)) == [Lookup.MISS] * 4
+    answers(driver)
+    assert driver.load(range(16)) == [OK] * 16
+    assert all(bool((b == 9).all()) for _, memory in jobs for b in memory)
+
+
+def test_mover_is_killed_again_and_again_in_the_middle_of_jobs(
+    rig: Movers, tier: Tier, driver: StoreDriver
+) -> None:
+    good: set[int] = set(range(16))
+    first = 100
+    for _ in range(3):
+        jobs = [(n, begin(driver, "store", [n])[0]) for n in range(first, first + 40)]
+        loads = [begin(driver, "load", [n]) for n in range(16)]
+        jobs[3][1].wait(60)
+        rig.kill(tier)
+        for number, job in jobs:
+            assert job.wait(60)
+            if job.outcomes.tolist() in ([OK], [Outcome.PRESENT]):
+                good.add(number)
+        for number, (job, memory) in enumerate(loads):
+            assert job.wait(60)
+            if job.ok:
+                assert memory[0].tobytes() == payload_of(driver.keys([number])[0], SIZE)
+        assert driver.lookup([0]) == [Lookup.MISS]
+        rig.start(tier)
+        until(lambda: remote(driver).state is State.READY, "the next mover")
+        answers(driver)
+        assert driver.load(sorted(good)) == [OK] * len(good)
+        first += 40
+    assert remote(driver).facts()["abandoned_bytes"] == 0
+
+
+def test_engine_is_killed_in_the_middle_of_stores(
+    rig: Movers, tier: Tier, driver: StoreDriver
+) -> None:
+    code = _ENGINE.replace("[0]), Block", "[0] * 1), Block") + (
+        "\nn = 1000\nwhile True:\n    print(n, [int(o) for o in driver.store([n])], flush=True)\n"
+        "    n += 1\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(rig.home), tier.model_dump_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print("\n", file=process.stdin, flush=True)
+    said = [process.stdout.readline() for _ in range(30)]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    stored = [int(line.split()[0]) for line in said if line.endswith("[1]\n")]
+    assert len(stored) > 20
+    until(lambda: Lookup.MISS not in driver.lookup(stored), "all that was stored")
+    assert driver.load(stored) == [OK] * len(stored)
+
+
+def test_mover_ends_when_nobody_wants_it(rig: Movers, tmp_path: Path) -> None:
+    tier = rig.tier(tmp_path / "kv")
+    store = rig.open(tier, start=False, wait=False)
+    rig.start(tier, lease=0.5)
+    assert store.block_store.wait_recovered(60)
+    pid = rig.pid(tier)
+    assert store.block_store.close()
+    until(lambda: gone(pid), "the end of the mover")
+    assert not rig.places(tier).socket.exists()
+
+
+def test_store_without_a_mover(rig: Movers, tmp_path: Path) -> None:
+    store: StoreDriver = rig.open(rig.tier(tmp_path / "kv"), start=False, wait=False, size=SIZE)
+    begun = time.monotonic()
+    job, _ = begin(store, "store", [0])
+    assert job.wait(60)
+    assert job.outcomes.tolist() == [UNAVAILABLE]
+    assert store.load([0]) == [Outcome.MISSING]
+    assert store.lookup([0]) == [Lookup.RETRY]
+    assert "not running" in store.block_store.reason
+    assert store.block_store.close()
+    assert time.monotonic() - begun < 60
