@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_llama
+from agents import agent_home
 from bench_rows import conforms
 from vllm_server import Completion
 
@@ -72,6 +73,19 @@ def test_stall(
         assert row["peer_name"] == "vLLM's fs tier"
         assert row["limit_name"] == "the same bytes moved by another process"
     assert not list(root.iterdir())
+
+
+def test_mover_stall(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kernel_home: Path,
+) -> None:
+    module = bench("mover_stall", monkeypatch)
+    with agent_home(tmp_path, monkeypatch, kernel_home):
+        options = ("--seconds", "1.4", "--rounds", "7", "--root", tmp_path / "root", "--no-compile")
+        found = rows(module, "mover_stall", capsys, *options)
+    assert {row["case"] for row in found} == {"the target is slow", "the target hangs"}
 
 
 def test_submit(

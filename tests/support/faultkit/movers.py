@@ -27,10 +27,16 @@ __all__ = ["Movers", "movers"]
 class Movers:
     """Opens stores as an engine does, and starts movers as the agent does."""
 
-    def __init__(self, home: Path, namespace: Namespace) -> None:
+    def __init__(self, home: Path) -> None:
         self.home = home
-        self.namespace = namespace
+        self.namespace = Namespace.from_identity({"engine": "test", "model": "small"})
         self.stores: list[RemoteStore] = []
+
+    def close(self) -> None:
+        """Close all stores."""
+        for store in self.stores:
+            store.close(1.0)
+        self.stores.clear()
 
     def tier(self, root: Path, **options: Any) -> Tier:
         """A tier on a directory."""
@@ -40,7 +46,9 @@ class Movers:
             {"name": name, "type": "filesystem", "path": str(root), **settings}
         )
 
-    def open(self, tier: Tier, *, start: bool = True, wait: bool = True, **options: Any) -> Any:
+    def open(
+        self, tier: Tier, *, start: bool = True, wait: bool = True, **options: Any
+    ) -> StoreDriver:
         """A driven store on a tier, whose mover is started."""
         size = options.pop("size", 8192)
         of = options.pop("of", self.namespace)
@@ -93,14 +101,11 @@ class Movers:
 
 
 @contextlib.contextmanager
-def movers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path, namespace: Namespace
-) -> Iterator[Movers]:
+def movers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path) -> Iterator[Movers]:
     """Movers of a home of their own; all are killed in the end."""
     with agent_home(tmp_path, monkeypatch, kernel_home) as home:
-        rig = Movers(home, namespace)
+        rig = Movers(home)
         try:
             yield rig
         finally:
-            for store in rig.stores:
-                store.close(1.0)
+            rig.close()

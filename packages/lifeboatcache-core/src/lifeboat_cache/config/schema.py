@@ -276,11 +276,14 @@ class Tier(Section):
         "file system) or has a bandwidth limit. What takes longer is given up: a block to be "
         "loaded is computed, one to be stored is dropped. Transfers to other tiers always end.",
     )
-    bandwidth_limit_gbps: Annotated[
-        float,
-        Field(gt=0, allow_inf_nan=False),
-        Key(allowed="above 0, a number of gigabits per second", example="10.0", unit="Gbit/s"),
-    ] | None = Field(
+    bandwidth_limit_gbps: (
+        Annotated[
+            float,
+            Field(gt=0, allow_inf_nan=False),
+            Key(allowed="above 0, a number of gigabits per second", example="10.0", unit="Gbit/s"),
+        ]
+        | None
+    ) = Field(
         default=None,
         description="The most that all engines of this node together move to and from the tier, "
         "counted as KV before it is encoded. Loads go before stores. Without it there is no limit.",

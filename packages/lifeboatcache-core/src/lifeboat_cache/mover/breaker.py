@@ -103,7 +103,7 @@ class Breaker:
             For people.
         """
         with self._lock:
-            if self._answered < asked:
+            if self._answered <= asked:
                 self._open(why)
             else:
                 self._fail(why)

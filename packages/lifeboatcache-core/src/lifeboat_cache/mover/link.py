@@ -50,10 +50,15 @@ class Link:
         self.synced = False
         self._sending = threading.Lock()
         self._closed = False
+        self._dead = False
         try:
             self._pidfd = os.pidfd_open(pid)
-        except OSError:
-            self._pidfd = -1
+        except OSError:  # it has ended already
+            self._pidfd, self._dead = -1, True
+
+    def __del__(self) -> None:
+        if getattr(self, "_pidfd", -1) >= 0:
+            os.close(self._pidfd)
 
     @classmethod
     def connect(cls, places: MoverPlaces, hello: Mapping[str, Any], arena_bytes: int) -> Link:
@@ -112,9 +117,11 @@ class Link:
 
     def dead(self) -> bool:
         """Whether the mover's process is known to have ended, threads in system calls included."""
-        if self._pidfd < 0:
-            return False
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+        if self._pidfd >= 0 and select.select([self._pidfd], [], [], 0)[0]:
+            os.close(self._pidfd)
+            self._pidfd = -1
+            self._dead = True
+        return self._dead
 
     def shut(self) -> None:
         """End the connection; whoever waits for it wakes."""
@@ -129,9 +136,6 @@ class Link:
             self._closed = True
             self._connection.close()
             self.arena.close()
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
-                self._pidfd = -1
 
 
 def reason_of(error: Exception) -> str:

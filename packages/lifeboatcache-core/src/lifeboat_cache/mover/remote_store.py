@@ -182,16 +182,20 @@ class RemoteStore:
     @property
     def reason(self) -> str:
         """Why the target is not used now; empty if it is."""
-        if self._state is State.DISABLED:
+        why = self._why()
+        return f"{self._tier.name}: {why}" if why and self._state is not State.DISABLED else why
+
+    def _why(self) -> str:
+        link = self._link
+        if self._state is State.DISABLED or link is None:
             return self._reason
         if not self._breaker.closed:
-            return f"{self._tier.name}: {self._breaker.reason}; it is tried again"
-        link = self._link
-        if link is None:
-            return f"{self._tier.name}: {self._reason}" if self._reason else ""
+            return (
+                f"{self._tier.path} is not used: {self._breaker.reason}; it is tried again by "
+                "itself: check its mount and its server"
+            )
         if not link.usable():
-            why = str(link.status.get("reason") or "its target is being opened")
-            return f"{self._tier.name}: {why}"
+            return str(link.status.get("reason") or f"{self._tier.path} is being opened")
         return ""
 
     @property
@@ -222,7 +226,7 @@ class RemoteStore:
                 rung=rung_of(tier.type),
                 location=str(tier.path),
                 state=state,
-                reason=self.reason,
+                reason=self._why(),
                 writing=self.usable,
                 blocks=len(self._index),
                 capacity_bytes=tier.capacity_bytes,

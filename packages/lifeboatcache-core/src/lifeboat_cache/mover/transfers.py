@@ -170,6 +170,7 @@ class Transfers:
             return self._abandoned_now()
 
     def _abandoned_now(self) -> int:
+        self._left = [(link, size) for link, size in self._left if not link.dead()]
         here = sum(extent.length for _, extent in self._abandoned.values())
         return here + sum(size for _, size in self._left)
 
@@ -217,8 +218,7 @@ class Transfers:
     def room(self, arena_bytes: int) -> bool:
         """Whether another arena may be made, or too many are held by movers that do not die."""
         with self._ready:
-            self._left = [(link, size) for link, size in self._left if not link.dead()]
-            return sum(size for _, size in self._left) < arena_bytes
+            return self._abandoned_now() < arena_bytes
 
     # Sending ----------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class Transfers:
             for part in late:
                 self._abandon(part)
         for part in late:
-            self._breaker.timed_out(part.asked, f"it has not answered for {self._timeout_s:g} s")
+            self._breaker.timed_out(part.asked, f"it has not answered within {self._timeout_s:g} s")
             self._end(part, Outcome.TIMEOUT)
         for lane in self._lanes:
             with self._ready:

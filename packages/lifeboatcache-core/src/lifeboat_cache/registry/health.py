@@ -29,11 +29,15 @@ _DROP_REMEDIES = {
     "busy": "storage is slower than prompts come in: use a faster disk, or raise "
     "engine.native_cpu_gb",
     "disabled": "see why the engine stands down",
+    "timeout": "the target answers too slowly: check its server and network, or raise timeout_s",
+    "unavailable": "see which target does not answer",
     "mismatch": "report this",
 }
 _LOAD_REMEDIES = {
     "corrupt": "run `lifeboat-cache check`; if it recurs, check the disk",
     "mismatch": "report this",
+    "timeout": _DROP_REMEDIES["timeout"],
+    "unavailable": _DROP_REMEDIES["unavailable"],
 }
 #: Codecs in which there is no error that could be borne.
 _EXACT = frozenset({"raw", "lossless", "dense"})
@@ -105,6 +109,7 @@ def _of_stores(entries: Sequence[ProcessEntry]) -> list[str]:
         if entry.document.get("state") == "disabled":
             reason = str(entry.document.get("reason") or "the log says why")
             found.append(f"{_who(entry)} stands down: {reason}")
+        found += _of_movers(entry)
         config = entry.document.get("config")
         problem = config.get("problem") if isinstance(config, Mapping) else ""
         if problem:
@@ -130,6 +135,16 @@ def _broken(entry: ProcessEntry) -> list[str]:
         str(item.get("codec"))
         for item in (guard if isinstance(guard, list) else ())
         if isinstance(item, Mapping) and item.get("ruled_out") and item.get("codec") in _EXACT
+    ]
+
+
+def _of_movers(entry: ProcessEntry) -> list[str]:
+    """Targets behind a mover that a store does not use now."""
+    targets = entry.document.get("targets")
+    return [
+        f"{_who(entry)}: target {target.get('name')}: {target['reason']}"
+        for target in (targets if isinstance(targets, list) else ())
+        if isinstance(target, Mapping) and "breaker" in target and target.get("reason")
     ]
 
 

@@ -125,6 +125,10 @@ _GAUGES = (
     _gauge("target_codec_raw_bytes", _TARGET_CODEC, "Bytes of KV in them."),
     _gauge("target_codec_bytes", _TARGET_CODEC, "Bytes that are stored for them."),
     _gauge("target_read_bytes_per_second", _TARGET, "What the target delivers, measured."),
+    _gauge("target_breaker_open", _TARGET, "Stores that do not use the target for now."),
+    _gauge("target_abandoned_bytes", _TARGET, "Bytes of jobs given up that it may still touch."),
+    _gauge("target_load_seconds", _TARGET, "Seconds that 99 of 100 transfers from it take."),
+    _gauge("target_store_seconds", _TARGET, "Seconds that 99 of 100 transfers to it take."),
     _gauge("target_usable", _TARGET, "1 if the agent can look after the target, 0 otherwise."),
     _gauge("namespace_info", ("namespace", "engine", "model"), "1 for each namespace in use."),
 )
@@ -221,6 +225,16 @@ def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, 
             put("codec_attention_error", more, one.attention, max)
             put("codec_output_error", more, one.output, max)
             put("codec_ruled_out", more, one.ruled_out, max)
+        for target in _list(document.get("targets")):
+            if "breaker" not in target:
+                continue  # it is not behind a mover
+            labels_of = (str(target.get("name")),)
+            put("target_breaker_open", labels_of, int(target["breaker"] != "closed"))
+            put("target_abandoned_bytes", labels_of, target.get("abandoned_bytes"))
+            for kind in ("load", "store"):
+                times = target.get(f"{kind}_s")
+                if isinstance(times, list) and len(times) == 2:
+                    put(f"target_{kind}_seconds", labels_of, times[1], max)
         model = str(_dict(document.get("engine")).get("model") or "")
         if labels[0] not in (OTHER, "unknown"):
             put("namespace_info", (labels[0], labels[1], model), 1, max)

@@ -1,0 +1,399 @@
+"""The parts of a mover's connection: breaker, arena, index feed, messages, throttle."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.errors import FormatError
+from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
+from lifeboat_cache.index import Index
+from lifeboat_cache.mover.arena import PAGE, Arena, Extent, padded_offsets
+from lifeboat_cache.mover.breaker import Breaker, BreakerState
+from lifeboat_cache.mover.feed import FedIndex, Subscription, take_in
+from lifeboat_cache.mover.throttle import Throttle
+from lifeboat_cache.mover.wire import MOST_BODY, Kind, Message, from_json, receive, send
+from lifeboat_cache.testing import aligned_memory, sample_keys
+
+OPEN, CLOSED, HALF_OPEN = BreakerState.OPEN, BreakerState.CLOSED, BreakerState.HALF_OPEN
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(10.0, clock)
+
+
+# The breaker ----------------------------------------------------------------
+
+
+def test_breaker_opens_at_the_third_error_in_a_row(breaker: Breaker) -> None:
+    for _ in range(5):
+        breaker.failed("no")
+        breaker.failed("no")
+        breaker.succeeded()
+    assert breaker.closed
+    for _ in range(3):
+        breaker.failed("disk on fire")
+    assert breaker.state is OPEN
+    assert breaker.reason == "disk on fire"
+    assert breaker.opened == 1
+
+
+def test_deadline_with_nothing_else_answered_opens_at_once(breaker: Breaker, clock: Clock) -> None:
+    asked = clock.now
+    clock.now += 10
+    breaker.timed_out(asked, "late")
+    assert breaker.state is OPEN
+
+
+def test_deadline_among_answers_counts_as_an_error(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(2):
+        asked = clock.now
+        clock.now += 5
+        breaker.succeeded()
+        clock.now += 5
+        breaker.timed_out(asked, "late")
+        assert breaker.closed
+    for _ in range(3):
+        asked = clock.now
+        clock.now += 1
+        breaker.failed("no")
+        breaker.timed_out(asked, "late")
+    assert breaker.state is OPEN
+
+
+def test_probes_come_ever_more_rarely_until_one_succeeds(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        breaker.failed("no")
+    assert not breaker.wants_probe()
+    pauses = []
+    for _ in range(8):
+        begun = clock.now
+        while not breaker.wants_probe():
+            clock.now += 0.25
+        pauses.append(clock.now - begun)
+        assert breaker.state is HALF_OPEN
+        assert not breaker.closed
+        assert not breaker.probed(False, "still no")
+        assert breaker.reason == "still no"
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    clock.now += 30
+    assert breaker.wants_probe()
+    assert breaker.probed(True)
+    assert breaker.closed
+    assert breaker.reason == ""
+    assert not breaker.probed(True), "nothing has changed"
+
+
+def test_probe_without_an_answer_is_made_again_and_a_late_answer_counts(
+    breaker: Breaker, clock: Clock
+) -> None:
+    breaker.timed_out(clock.now + 1, "late")
+    clock.now += 1
+    assert breaker.wants_probe()
+    clock.now += 9.5
+    assert not breaker.wants_probe()
+    clock.now += 1
+    assert not breaker.wants_probe()  # given up; the next one is due later
+    assert breaker.state is OPEN
+    assert breaker.retry_in() == 2.0
+    assert breaker.probed(True), "the first probe came back after all"
+    assert breaker.closed
+
+
+# The arena ------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(64 * PAGE)
+    yield made
+    made.close()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * PAGE)), max_size=60))
+def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[bool, int]]) -> None:
+    arena = Arena(64 * PAGE)
+    try:
+        taken: list[Extent] = []
+        for take, number in steps:
+            if take or not taken:
+                extent = arena.take(number)
+                if extent is not None:
+                    assert extent.length >= number
+                    taken.append(extent)
+            else:
+                arena.give_back(taken.pop(number % len(taken)))
+            ranges = sorted((one.offset, one.offset + one.length) for one in taken)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+            assert arena.used == sum(one.length for one in taken)
+        for extent in taken:
+            arena.give_back(extent)
+        whole = arena.take(arena.size)
+        assert whole is not None
+        assert whole.offset == 0
+    finally:
+        arena.close()
+
+
+@pytest.mark.parametrize("sizes", [[PAGE] * 3, [1, 5000, PAGE, 12_345], [7] * 40])
+def test_blocks_come_out_as_they_went_in(arena: Arena, sizes: list[int]) -> None:
+    choice = np.random.default_rng(5)
+    blocks = [[choice.integers(0, 256, size, dtype=np.uint8)] for size in sizes]
+    # A block in three pieces, one of them empty.
+    blocks[-1] = [blocks[-1][0][:3], blocks[-1][0][3:3], blocks[-1][0][3:]]
+    offsets = padded_offsets(np.array(sizes, dtype=np.int64))
+    extent = arena.take(int(offsets[-1]))
+    assert extent is not None
+    arena.fill(extent, BlockBuffers.from_buffers(blocks))
+    for block, offset in zip(blocks, offsets.tolist(), strict=False):
+        payload = b"".join(piece.tobytes() for piece in block)
+        assert offset % PAGE == 0
+        assert os.pread(arena.fd, len(payload), extent.offset + offset) == payload
+    back = [[np.zeros_like(piece) for piece in block] for block in blocks]
+    arena.empty(extent, BlockBuffers.from_buffers(back))
+    for block, other in zip(blocks, back, strict=True):
+        assert all((a == b).all() for a, b in zip(block, other, strict=True))
+
+
+def test_more_pieces_than_one_call_takes(arena: Arena) -> None:
+    memory = aligned_memory(40 * PAGE)
+    memory[:] = np.arange(40 * PAGE, dtype=np.int64).astype(np.uint8)
+    pieces = [memory[at : at + 64] for at in range(0, 40 * PAGE, 64)]
+    extent = arena.take(40 * PAGE)
+    assert extent is not None
+    arena.fill(extent, BlockBuffers.from_buffers([pieces]))
+    back = aligned_memory(40 * PAGE)
+    arena.empty(extent, BlockBuffers.from_buffers([back]))
+    assert (back == memory).all()
+
+
+def test_other_side_cannot_take_the_memory_away(arena: Arena) -> None:
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(arena.fd, PAGE)
+
+
+# The feed -------------------------------------------------------------------
+
+WRITERS = [bytes([number]) * 16 for number in (1, 2)]
+
+
+def records(numbers: list[int], segment: int, first: int, kind: int = KIND_RECORD) -> Entries:
+    entries = np.zeros(len(numbers), dtype=ENTRY)
+    for row, key in enumerate(sample_keys(numbers)):
+        entries["key"][row] = np.void(key)
+    entries["kind"] = kind
+    entries["segment"] = segment
+    entries["slot"] = np.arange(first, first + len(numbers))
+    entries["raw_length"] = entries["stored_length"] = 100 + np.array(numbers)
+    return entries
+
+
+def drain(subscription: Subscription, into: Index, most: int = 1 << 30) -> Index:
+    """Tell an index what is to be told."""
+    while most and (change := subscription.next()) is not None:
+        most -= 1
+        if change[0] == Kind.RESET:
+            into = Index()
+        else:
+            assert take_in(into, Message(change[0], 0, bytearray(change[1]), []))
+    return into
+
+
+def same(index: FedIndex, mirror: Index) -> None:
+    keys = sorted(index.keys())
+    assert sorted(mirror.keys()) == keys
+    ours, theirs = index.gather(keys), mirror.gather(keys)
+    assert (ours.raw_length == theirs.raw_length).all()
+    assert (ours.slot == theirs.slot).all()
+
+
+_step = st.one_of(
+    st.tuples(st.just("insert"), st.sampled_from([0, 1]), st.lists(st.integers(0, 30), max_size=8)),
+    st.tuples(st.just("bury"), st.sampled_from([0, 1]), st.integers(0, 30)),
+    st.tuples(st.just("take"), st.just(0), st.lists(st.integers(0, 30), max_size=5)),
+    st.tuples(st.just("dead"), st.sampled_from([0, 1]), st.integers(0, 3)),
+    st.tuples(st.just("gone"), st.sampled_from([0, 1]), st.integers(0, 3)),
+    st.tuples(st.just("tell"), st.just(0), st.integers(0, 5)),
+    st.tuples(st.just("late"), st.just(0), st.just(0)),
+    st.tuples(st.just("settled"), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(_step, max_size=40))
+def test_engines_know_what_the_mover_knows(steps: list[tuple[str, int, object]]) -> None:
+    index = FedIndex()
+    told = [(index.subscribe(lambda: None), Index())]
+    slots = [[0] * 4, [0] * 4]
+    for what, who, how in steps:
+        writer = WRITERS[who]
+        if what == "insert" and isinstance(how, list):
+            segment = len(how) % 4
+            index.insert(writer, records(how, segment, slots[who][segment]))
+            slots[who][segment] += len(how)
+        elif what == "bury" and isinstance(how, int):
+            found = index.get(sample_keys([how]))[0]
+            if found is not None:
+                stone = records([how], int(found[1]["segment"]), int(found[1]["slot"]))
+                stone["kind"] = KIND_TOMBSTONE
+                stone["payload_checksum"] = np.void(found[0])
+                index.insert(writer, stone)
+        elif what == "take" and isinstance(how, list):
+            index.take_many(sample_keys(how))
+        elif what == "dead" and isinstance(how, int):
+            index.drop_dead(writer, how, np.arange(slots[who][how]) % 2 == 0)
+        elif what == "gone" and isinstance(how, int):
+            index.drop_segment(writer, how)
+        elif what == "tell" and isinstance(how, int):
+            told = [(one, drain(one, mirror, how)) for one, mirror in told]
+        elif what == "late" and len(told) < 3:
+            told.append((index.subscribe(lambda: None), Index()))
+        elif what == "settled":
+            index.settled()
+    for subscription, mirror in told:
+        same(index, drain(subscription, mirror))
+
+
+def test_engine_that_does_not_listen_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lifeboat_cache.mover.feed._MOST_BYTES", 10 * 128)
+    index = FedIndex()
+    subscription = index.subscribe(lambda: None)
+    mirror = drain(subscription, Index())
+    for first in range(0, 200, 10):
+        index.insert(WRITERS[0], records(list(range(first, first + 10)), 0, first))
+    assert subscription.next() == (Kind.RESET, b"")
+    same(index, drain(subscription, mirror := Index()) and mirror)
+
+
+def test_feed_while_others_store() -> None:
+    index = FedIndex()
+    subscription = index.subscribe(lambda: None)
+    stop = threading.Event()
+
+    def store(who: int) -> None:
+        at = 0
+        while not stop.is_set() and at < 3000:
+            index.insert(WRITERS[who], records([10_000 * who + at, 7], 0, 2 * at))
+            if at % 5 == 0:
+                index.take_many(sample_keys([10_000 * who + at]))
+            at += 1
+
+    threads = [threading.Thread(target=store, args=(who,)) for who in (0, 1)]
+    for thread in threads:
+        thread.start()
+    mirror = Index()
+    for _ in range(50):
+        mirror = drain(subscription, mirror, 20)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    mirror = drain(subscription, mirror)
+    assert sorted(mirror.keys()) == sorted(index.keys())
+
+
+# Messages -------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_message_with_a_descriptor(pair: tuple[socket.socket, socket.socket]) -> None:
+    read, write = os.pipe()
+    body = os.urandom(300_000)
+    sender = threading.Thread(target=send, args=(pair[0], Kind.HELLO, 9, [body], [write]))
+    sender.start()
+    message = receive(pair[1])
+    sender.join()
+    assert message is not None
+    assert (message.kind, message.number, bytes(message.body)) == (Kind.HELLO, 9, body)
+    os.write(message.fds[0], b"x")
+    assert os.read(read, 1) == b"x"
+    for fd in (read, write, *message.fds):
+        os.close(fd)
+
+
+def test_end_in_the_middle_of_a_message(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].sendall(b"\x10\0\0\0\x01\0\0\0" + bytes(8) + b"half")
+    pair[0].shutdown(socket.SHUT_WR)
+    assert receive(pair[1]) is None
+
+
+@pytest.mark.parametrize(
+    "head", [(MOST_BODY + 1).to_bytes(4, "little") + bytes(12), bytes(6) + b"\1\0" + bytes(8)]
+)
+def test_what_is_no_message_is_refused(
+    pair: tuple[socket.socket, socket.socket], head: bytes
+) -> None:
+    pair[0].sendall(head)
+    with pytest.raises(FormatError, match="restart the engine"):
+        receive(pair[1])
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"{", b"\xff"])
+def test_json_that_is_no_mapping_is_refused(body: bytes) -> None:
+    with pytest.raises(FormatError):
+        from_json(body)
+
+
+def test_array_that_is_not_whole_is_refused() -> None:
+    with pytest.raises(FormatError):
+        Message(Kind.REMOVE, 0, bytearray(59), []).table(np.dtype("V60"))
+
+
+# The throttle ---------------------------------------------------------------
+
+
+def test_throttle_lets_no_more_through_than_its_limit() -> None:
+    throttle = Throttle()
+    throttle.limit(1e6)
+    done: list[tuple[str, float]] = []
+    begun = time.monotonic()
+    for number in range(6):
+        lane = "load" if number == 5 else "store"
+
+        def work(lane: str = lane) -> None:
+            done.append((lane, time.monotonic() - begun))
+
+        throttle.submit(lane, 100_000, work)
+    give_up = time.monotonic() + 60
+    while len(done) < 6:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    # 600 kB at 1 MB/s, of which the first quarter of a second and the last part are free.
+    assert done[-1][1] >= 0.2
+    assert "load" in [lane for lane, _ in done[:3]], "loads go before stores"
+
+
+def test_throttle_without_a_limit_does_it_at_once() -> None:
+    done: list[int] = []
+    Throttle().submit("store", 1 << 40, lambda: done.append(1))
+    assert done == [1]
