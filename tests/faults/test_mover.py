@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -461,3 +462,87 @@ def test_store_without_a_mover(rig: Movers, tmp_path: Path) -> None:
     assert "not running" in store.driven.reason
     assert store.driven.close()
     assert time.monotonic() - begun < 60
+
+
+@pytest.mark.full
+def test_target_that_hangs_for_a_minute(rig: Movers, faulty: FaultyDisk, tmp_path: Path) -> None:
+    tier = rig.tier(faulty.root, timeout_s=10.0)
+    driver = rig.open(tier, size=SIZE)
+    assert driver.store(range(64)) == [OK] * 64
+    other = rig.open(rig.tier(tmp_path / "other", name="other"), size=SIZE)
+    faulty.rules(*EVERYTHING)
+    store = driver.driven
+    begun, longest, number, jobs = time.monotonic(), 0.0, 1000, []
+    while time.monotonic() - begun < 60:
+        number += 1
+        for kind in ("load", "store"):
+            before = time.monotonic()
+            driver.lookup(range(64))
+            jobs.append(begin(driver, kind, [number % 64 if kind == "load" else number])[0])
+            store.poll()
+            longest = max(longest, time.monotonic() - before)
+        if number % 100 == 0:
+            assert other.store(range(number, number + 8)) == [OK] * 8
+            assert other.load(range(number, number + 8)) == [OK] * 8
+        time.sleep(0.005)
+    assert longest < tier.timeout_s, "a call has waited for the deadline"
+    for job in jobs:
+        assert job.wait(60)
+        assert job.seconds < 3 * tier.timeout_s
+    faulty.rules()
+    faulty.release()
+    answers(driver)
+    assert driver.load(range(64)) == [OK] * 64
+    assert driver.store([900]) == [OK]
+    until(lambda: remote(driver).facts()["abandoned_bytes"] == 0, "the memory to come back")
+
+
+@pytest.mark.full
+def test_faults_and_kills_over_a_hundred_thousand_blocks(rig: Movers, faulty: FaultyDisk) -> None:
+    choice = random.Random(6)
+    tier = rig.tier(faulty.root, timeout_s=1.0)
+    driver = rig.open(tier, size=4096)
+    good: list[int] = []
+    dropped: set[int] = set()
+    moved, first = 0, 0
+    faults: list[list[dict[str, Any]]] = [
+        [],
+        [],
+        [{"op": "write", "match": "", "do": "error", "errno": errno.EIO, "times": 5}],
+        [{"op": "read", "match": "segment$", "do": "error", "errno": errno.ESTALE, "times": 3}],
+        [{"op": "read", "match": "segment$", "do": "flip", "bytes": [4096, 1 << 40], "times": 3}],
+        [{"op": "read", "match": "segment$", "do": "torn", "bytes": [4096, 1 << 40], "times": 3}],
+        [{"op": "write", "match": "segment$", "do": "short", "times": 3}],
+        [READ | {"times": 2}],
+        [WRITE | {"times": 2}],
+        [JOURNAL | {"times": 1}],
+    ]
+    end = time.monotonic() + 180
+    while moved < 100_000 or time.monotonic() < end:
+        faulty.rules(*choice.choice(faults))
+        killing = choice.random() < 0.02
+        for _ in range(8):
+            numbers = range(first, first + 256)
+            first += 256
+            # The content of every block that is called good is compared.
+            outcomes = driver.store(numbers)
+            stored = [n for n, outcome in zip(numbers, outcomes, strict=True) if outcome is OK]
+            good += stored
+            moved += len(stored)
+            if good:
+                sample = choice.sample(good, min(len(good), 256))
+                answer = driver.load(sample)
+                moved += answer.count(OK)
+                # What was read wrongly, or could not be read, may be dropped. A part of what
+                # took too long may have been read after all.
+                dropped.update(n for n, o in zip(sample, answer, strict=True) if o is not OK)
+        if killing:
+            rig.kill(tier)
+            rig.start(tier)
+        faulty.rules()
+        faulty.release()
+        answers(driver)
+    kept = [number for number in good if number not in dropped]
+    assert len(kept) > len(good) // 2
+    for at in range(0, len(kept), 1024):
+        assert driver.load(kept[at : at + 1024]) == [OK] * len(kept[at : at + 1024])

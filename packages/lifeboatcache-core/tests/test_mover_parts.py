@@ -191,6 +191,17 @@ def test_more_pieces_than_one_call_takes(arena: Arena) -> None:
     assert (back == memory).all()
 
 
+def test_memory_is_given_back(arena: Arena) -> None:
+    extent = arena.take(8 * PAGE)
+    assert extent is not None
+    memory = aligned_memory(8 * PAGE)
+    memory[:] = 1
+    arena.fill(extent, BlockBuffers.from_buffers([memory]))
+    assert os.fstat(arena.fd).st_blocks > 0
+    arena.forget(extent)
+    assert os.fstat(arena.fd).st_blocks == 0
+
+
 def test_other_side_cannot_take_the_memory_away(arena: Arena) -> None:
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(arena.fd, PAGE)

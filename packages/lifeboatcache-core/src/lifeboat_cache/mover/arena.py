@@ -109,10 +109,9 @@ class Arena:
             self._free[at - 1] = (self._free[at - 1][0], self._free[at - 1][1] + self._free[at][1])
             del self._free[at]
 
-    def trim(self) -> None:
-        """Let go of the memory of all that is free."""
-        for offset, length in self._free:
-            punch_hole(self.fd, offset, length)
+    def forget(self, extent: Extent) -> None:
+        """Let go of the memory of a range, which stays in use. Raises ``OSError``."""
+        punch_hole(self.fd, extent.offset, extent.length)
 
     def fill(self, extent: Extent, buffers: BlockBuffers) -> None:
         """Copy blocks into a range, each to a page boundary. Raises ``OSError``."""

@@ -71,6 +71,9 @@ DEFAULT_ARENA_BYTES = 256 << 20
 #: Stores of more blocks than that do not wait in line.
 _MOST_BLOCKS = 1 << 17
 
+#: Memory that nothing has used for so many seconds is given back.
+_QUIET_S = 30.0
+
 #: Keys in one message.
 _KEYS = 4096
 
@@ -671,8 +674,14 @@ class RemoteStore:
     def _watch_deadlines(self) -> None:
         """End what takes too long; nothing that this thread does can wait."""
         said = False
+        quiet_since = time.monotonic()
         while not self._stop.is_set():
             busy = self._transfers.waiting() or not self._breaker.closed
+            if busy:
+                quiet_since = time.monotonic()
+            elif time.monotonic() - quiet_since > _QUIET_S:
+                quiet_since = time.monotonic()
+                self._transfers.trim()
             self._work.wait(_TICK_S if busy else _IDLE_TICK_S)
             self._work.clear()
             if busy:

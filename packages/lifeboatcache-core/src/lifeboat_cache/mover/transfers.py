@@ -129,6 +129,7 @@ class Transfers:
         self._numbers = itertools.count(1)
         self._used: dict[Lane, int] = {"load": 0, "store": 0}
         self._window = _LEAST_WINDOW
+        self._touched = False
         self._latencies: dict[Lane, deque[float]] = {
             "load": deque(maxlen=_LATENCIES),
             "store": deque(maxlen=_LATENCIES),
@@ -189,6 +190,7 @@ class Transfers:
         with self._ready:
             self._link = link
             self._window = _LEAST_WINDOW
+            self._touched = False
             self._used = {"load": 0, "store": 0}
             self._messages.clear()
             self._ready.notify_all()
@@ -219,6 +221,25 @@ class Transfers:
         """Whether another arena may be made, or too many are held by movers that do not die."""
         with self._ready:
             return self._abandoned_now() < arena_bytes
+
+    def trim(self) -> None:
+        """Let go of the arena's memory, if nothing uses it. To be called when all is quiet."""
+        with self._ready:
+            link = self._link
+            if link is None or not self._touched or link.arena.used:
+                return
+            extent = link.arena.take(link.arena.size)
+            self._touched = False
+        if extent is None:
+            return
+        try:
+            # Without the lock: it takes a moment.
+            link.arena.forget(extent)
+        except OSError:
+            pass  # it is kept
+        with self._ready:
+            link.arena.give_back(extent)
+            self._ready.notify_all()
 
     # Sending ----------------------------------------------------------------
 
@@ -287,6 +308,7 @@ class Transfers:
         extent = link.arena.take(size)
         if extent is not None:
             self._used[lane] += extent.length
+            self._touched = True
         return extent
 
     def _cut(self, task: _Task) -> None:
