@@ -26,7 +26,7 @@ def home(
 ) -> Iterator[Path]:
     with agent_home(tmp_path, monkeypatch, kernel_home) as made:
         (made / "lifeboat.yaml").write_text(
-            "telemetry: {prometheus: {port: 0}}\n"
+            "telemetry: {prometheus: {port: 0}}\ndashboard: {enabled: false}\n"
             "storage:\n"
             "  fallback_local: {enabled: false}\n"
             "  tiers:\n"
