@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from agents import gone, until
+from faultkit.children import in_child
 from faultkit.disks import FaultyDisk, faulty_disk
 from faultkit.movers import Movers, movers
 
 from lifeboat_cache.config.schema import Tier
+from lifeboat_cache.errors import StoreClosedError
 from lifeboat_cache.interface import (
     BlockBatch,
     BlockBuffers,
@@ -438,6 +440,25 @@ def test_engine_is_killed_in_the_middle_of_stores(
     assert len(stored) > 20
     until(lambda: Lookup.MISS not in driver.lookup(stored), "all that was stored")
     assert driver.load(stored) == [OK] * len(stored)
+
+
+def test_forked_child_leaves_its_parents_connection_alone(
+    rig: Movers, tier: Tier, driver: StoreDriver
+) -> None:
+    store = driver.driven
+
+    def child() -> None:
+        assert driver.lookup([0]) == [Lookup.MISS]
+        store.touch(driver.keys([0]))
+        assert not store.delete(driver.keys([0])).any()
+        with pytest.raises(StoreClosedError, match="forked"):
+            driver.load([0])
+        assert store.targets()[0].facts["mover"] == 0
+        assert store.close()
+
+    in_child(child)
+    assert driver.load(range(16)) == [OK] * 16
+    assert driver.store([700]) == [OK]
 
 
 def test_mover_ends_when_nobody_wants_it(rig: Movers, tmp_path: Path) -> None:

@@ -778,7 +778,11 @@ class RemoteStore:
         self._state = State.CLOSED
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._link = None
+        link, self._link = self._link, None
+        if link is not None:
+            # The parent's copies stay open; when it dies the mover must see that.
+            link.close()
+        self._transfers.after_fork()
         self._index = Index()
         self._counters = Counters()
         self._jobs, self._finished, self._pins = set(), deque(), Counter()

@@ -519,6 +519,12 @@ class Transfers:
         for tasks, parts in found:
             self._end_waiting(tasks, parts, outcome)
 
+    def after_fork(self) -> None:
+        """In a forked child: the threads stayed with the parent, and with them the lock."""
+        self._ready = threading.Condition()
+        self._link = None
+        self._lanes = {"load": deque(), "store": deque()}
+
     def stop(self) -> None:
         """Let the thread end; nothing may be under way."""
         with self._ready:
