@@ -442,6 +442,23 @@ def test_engine_is_killed_in_the_middle_of_stores(
     assert driver.load(stored) == [OK] * len(stored)
 
 
+def test_bandwidth_limit_holds_for_all_engines_together(rig: Movers, tmp_path: Path) -> None:
+    # 10 MB/s, of which the first quarter of a second is free.
+    tier = rig.tier(tmp_path / "kv", timeout_s=60.0, bandwidth_limit_gbps=0.08)
+    drivers = [rig.open(tier, size=SIZE), rig.open(tier, size=SIZE, start=False)]
+    begun = time.monotonic()
+    jobs = [
+        begin(driver, "store", range(100 * at + 1000 * n, 100 * at + 1000 * n + 16))[0]
+        for at in range(4)
+        for n, driver in enumerate(drivers)
+    ]
+    for job in jobs:
+        assert job.wait(60)
+        assert job.ok
+    # The last of eight jobs of 1 MiB begins when all before it are paid for.
+    assert time.monotonic() - begun > (7 * 16 * SIZE - 2.5e6) / 10e6 - 0.05
+
+
 def test_forked_child_leaves_its_parents_connection_alone(
     rig: Movers, tier: Tier, driver: StoreDriver
 ) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,14 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.errors import FormatError
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index import Index
 from lifeboat_cache.mover.arena import PAGE, Arena, Extent, padded_offsets
 from lifeboat_cache.mover.breaker import Breaker, BreakerState
 from lifeboat_cache.mover.feed import FedIndex, Subscription, take_in
+from lifeboat_cache.mover.hanging import needs_mover, resolved_mount
+from lifeboat_cache.mover.places import target_key
 from lifeboat_cache.mover.throttle import Throttle
 from lifeboat_cache.mover.wire import MOST_BODY, Kind, Message, from_json, receive, send
+from lifeboat_cache.targets.mounts import Mount
 from lifeboat_cache.testing import aligned_memory, sample_keys
 
 OPEN, CLOSED, HALF_OPEN = BreakerState.OPEN, BreakerState.CLOSED, BreakerState.HALF_OPEN
@@ -324,6 +329,80 @@ def test_feed_while_others_store() -> None:
         thread.join()
     mirror = drain(subscription, mirror)
     assert sorted(mirror.keys()) == sorted(index.keys())
+
+
+# Where a path leads -----------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Mount]]:
+    """A local directory, beside mounts that must not be looked at."""
+    looked: list[str] = []
+    real = os.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        assert not Path(path).is_relative_to(tmp_path / "nfs"), "a dead mount was touched"
+        looked.append(str(path))
+        return real(path)
+
+    monkeypatch.setattr("lifeboat_cache.mover.hanging.os.lstat", lstat)
+    table = [
+        Mount(Path("/"), "9p", "root"),
+        Mount(tmp_path, "ext4", "/dev/sda1"),
+        Mount(tmp_path / "nfs", "nfs4", "server:/kv"),
+        Mount(tmp_path / "strange", "newfs", "x"),
+    ]
+    return tmp_path, table
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("kv", "ext4"),
+        ("not/there/yet", "ext4"),
+        ("nfs/kv/deep", "nfs4"),
+        ("strange", "newfs"),
+        ("link", "nfs4"),
+        ("link/below", "nfs4"),
+        ("relative", "nfs4"),
+        ("chain/kv", "nfs4"),
+        ("kv/../nfs/kv", "nfs4"),
+        ("back", "ext4"),
+    ],
+)
+def test_where_a_path_leads(local: tuple[Path, list[Mount]], path: str, kind: str) -> None:
+    root, table = local
+    (root / "kv").mkdir()
+    (root / "link").symlink_to(root / "nfs/kv")
+    (root / "relative").symlink_to("nfs/kv")
+    (root / "chain").symlink_to("./kv/../link")
+    (root / "back").symlink_to("kv/../kv")
+    mount = resolved_mount(root / path, table)
+    assert mount is not None
+    assert mount.type == kind
+
+
+def test_links_without_end_count_as_what_can_hang(local: tuple[Path, list[Mount]]) -> None:
+    root, table = local
+    (root / "a").symlink_to("b")
+    (root / "b").symlink_to("a")
+    assert resolved_mount(root / "a", table) is None
+    assert resolved_mount(root, []) is None
+
+
+def test_what_a_mover_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tier(**more: object) -> Tier:
+        path = str(tmp_path / "kv")
+        return Tier.model_validate({"name": "x", "type": "filesystem", "path": path, **more})
+
+    assert not needs_mover(tier())
+    assert needs_mover(tier(bandwidth_limit_gbps=1.0))
+    found = [Mount(Path("/"), "ext4", "disk"), Mount(tmp_path, "fuse.sshfs", "far")]
+    monkeypatch.setattr("lifeboat_cache.mover.hanging.mounts", lambda: found)
+    assert needs_mover(tier())
+    monkeypatch.setattr("lifeboat_cache.mover.hanging.mounts", list)
+    assert needs_mover(tier()), "nothing is known of the mounts"
+    assert target_key(tier()) == target_key(tier(capacity_gb=5.0))
 
 
 # Messages -------------------------------------------------------------------
