@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devkit.shell import heed_interrupts
 from sglang_server import SglangServer, StartSglang
+from suites import compiled_kernels
 from vllm_server import StartServer, VllmServer
 
-from lifeboat_cache import kernels
+heed_interrupts()
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +25,9 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def kernel_home(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kernel_home(pytestconfig: pytest.Config) -> Path:
     """A home directory with compiled kernels, kept from one run of pytest to the next."""
-    cache = getattr(pytestconfig, "cache", None)  # missing with `-p no:cacheprovider`
-    home = tmp_path_factory.mktemp("home") if cache is None else cache.mkdir("lifeboat-kernels")
-    assert kernels.compile_all(home), kernels.reason()
-    return Path(home)
+    return compiled_kernels(pytestconfig)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """``dev.py test`` picks the right suites and does not call nothing a success."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,3 +145,22 @@ def test_path_outside_every_suite_is_refused(run_pytest: _Pytest) -> None:
     run_pytest()
     with pytest.raises(DevError, match=r"no suite holds .*tools"):
         testing.run_tests([str(ROOT / "tools"), __file__], full=False)
+
+
+def test_suites_share_one_home_for_kernels(run_pytest: _Pytest, tmp_path: Path) -> None:
+    commands = run_pytest(*[0] * 6)
+    assert testing.run_tests([], full=False) == 0
+    home = f"LIFEBOAT_TEST_KERNEL_HOME={tmp_path / 'kernels'}"
+    assert all(home in command for command in commands)
+
+
+def test_what_a_shell_starts_in_the_background_can_be_interrupted() -> None:
+    child = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+    code = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"sys.path.insert(0, {str(ROOT / 'tools')!r}); from devkit.shell import heed_interrupts; "
+        f"start = lambda: subprocess.run([sys.executable, '-c', {child!r}], check=True); "
+        "start(); heed_interrupts(); start()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

@@ -20,7 +20,7 @@ if sys.version_info < (3, 11):
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from devkit import commands
-from devkit.shell import DevError
+from devkit.shell import DevError, heed_interrupts
 
 
 def main() -> int:
@@ -33,6 +33,7 @@ def main() -> int:
     if rest and not arguments.takes_pytest_arguments:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
+    heed_interrupts()
     for number in (signal.SIGTERM, signal.SIGHUP):
         # Servers have sessions of their own, and would stay when this is told to end.
         signal.signal(number, lambda received, _: sys.exit(128 + received))

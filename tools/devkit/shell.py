@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["DevError", "locked", "note", "output_of", "run", "try_run"]
+__all__ = ["DevError", "heed_interrupts", "locked", "note", "output_of", "run", "try_run"]
 
 #: Seconds that a command has to end when this one is told to.
 _END_S = 90.0
@@ -17,6 +17,16 @@ _END_S = 90.0
 
 class DevError(RuntimeError):
     """Something that stops the command; the message ends in the remedy."""
+
+
+def heed_interrupts() -> None:
+    """Let SIGINT reach this process and those it starts.
+
+    What a shell runs in the background ignores it, and so would the servers and commands
+    that are stopped with it.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def note(message: str) -> None:

@@ -250,7 +250,10 @@ def _run_suite(
     ran: list[str],
     release: Callable[[], Path] | None = None,
 ) -> None:
-    variables = {"LIFEBOAT_TEST_MODEL": str(make_model())} if suite.engine else {}
+    # One for all: suites whose environments have the same numba compile once.
+    variables = {"LIFEBOAT_TEST_KERNEL_HOME": str(dev_home() / "kernels")}
+    if suite.engine:
+        variables["LIFEBOAT_TEST_MODEL"] = str(make_model())
     if release is not None:
         variables["PYTHONPATH"] = str(release())
     report = dev_home() / f"report-{suite.name}.xml"

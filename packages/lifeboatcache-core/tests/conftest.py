@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from devkit.shell import heed_interrupts
 from hypothesis import HealthCheck, settings
+from suites import compiled_kernels
 
 pytest.register_assert_rewrite("lifeboat_cache.testing.target")
 
 from lifeboat_cache import kernels  # noqa: E402
 from lifeboat_cache.agent import AgentState, AgentStatus  # noqa: E402
-from lifeboat_cache.kernels import cache as kernel_cache  # noqa: E402
 from lifeboat_cache.namespace import Namespace  # noqa: E402
 from lifeboat_cache.store.block_store import BlockStore  # noqa: E402
 from lifeboat_cache.targets.base import Target  # noqa: E402
@@ -36,11 +35,11 @@ settings.register_profile(
 )
 settings.load_profile("quick")
 
+heed_interrupts()
+
 
 #: Set to `off`, the whole suite runs with the twins of the kernels.
 TEST_KERNELS = "LIFEBOAT_TEST_KERNELS"
-
-_DAY_S = 86_400
 
 _LOAD = kernels.load
 
@@ -48,15 +47,7 @@ _LOAD = kernels.load
 @pytest.fixture(scope="session")
 def kernel_home(pytestconfig: pytest.Config) -> Path:
     """A home directory with compiled kernels, kept from one run of pytest to the next."""
-    assert pytestconfig.cache is not None
-    home = Path(pytestconfig.cache.mkdir("lifeboat-kernels"))
-    assert kernels.compile_all(home), kernels.reason()
-    mine = kernel_cache.directory(home)
-    os.utime(mine)
-    for other in mine.parent.iterdir():  # of sources that have been edited since
-        if other != mine and time.time() - other.stat().st_mtime > _DAY_S:
-            shutil.rmtree(other, ignore_errors=True)
-    return home
+    return compiled_kernels(pytestconfig)
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import tiny_llama
+from devkit.shell import heed_interrupts
 from sglang_rig import Case, Rig, prepare
+from suites import compiled_kernels
 
-from lifeboat_cache import kernels
 from lifeboat_cache.agent import AgentState, AgentStatus
+
+heed_interrupts()
 
 Attach = Callable[..., Rig]
 
@@ -30,9 +33,7 @@ compression: {ladder: {local: raw}}
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(pytestconfig: pytest.Config) -> None:
     """Kernels are there, as in production; kept from one run of pytest to the next."""
-    assert pytestconfig.cache is not None
-    directory = Path(pytestconfig.cache.mkdir("lifeboat-kernels"))
-    assert kernels.compile_all(directory), kernels.reason()
+    compiled_kernels(pytestconfig)
 
 
 @pytest.fixture(autouse=True)

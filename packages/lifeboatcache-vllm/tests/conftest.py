@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devkit.shell import heed_interrupts
+from suites import compiled_kernels
 from vllm_tiering import Engine
 
-from lifeboat_cache import kernels
 from lifeboat_cache.agent import AgentState, AgentStatus
 from lifeboat_cache.integrations import vllm_namespace
+
+heed_interrupts()
 
 OpenEngine = Callable[..., Engine]
 
@@ -21,9 +24,7 @@ ROW = 64 << 10
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(pytestconfig: pytest.Config) -> None:
     """Kernels are there, as in production; kept from one run of pytest to the next."""
-    assert pytestconfig.cache is not None
-    directory = Path(pytestconfig.cache.mkdir("lifeboat-kernels"))
-    assert kernels.compile_all(directory), kernels.reason()
+    compiled_kernels(pytestconfig)
 
 
 @pytest.fixture(autouse=True)
