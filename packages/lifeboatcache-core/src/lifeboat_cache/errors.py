@@ -12,6 +12,7 @@ __all__ = [
     "FormatError",
     "IdentityError",
     "InterfaceError",
+    "InvalidConfigError",
     "LifeboatError",
     "NewerFormatError",
     "StoreClosedError",
@@ -25,6 +26,20 @@ class LifeboatError(Exception):
 
 class ConfigError(LifeboatError, ValueError):
     """A configuration file, key or value that cannot be used."""
+
+
+class InvalidConfigError(ConfigError):
+    """Keys or values that the schema does not take.
+
+    Attributes
+    ----------
+    problems
+        Each problem, and the keys and list positions that lead to it.
+    """
+
+    def __init__(self, message: str, problems: dict[str, tuple[str | int, ...]]) -> None:
+        super().__init__(message)
+        self.problems = problems
 
 
 class FormatError(LifeboatError, ValueError):

@@ -17,15 +17,22 @@ from lifeboat_cache.config.paths import (
     ENV_SALT,
     Places,
 )
-from lifeboat_cache.config.problems import describe_problems
+from lifeboat_cache.config.problems import locate_problems
 from lifeboat_cache.config.schema import Config
 from lifeboat_cache.config.yamlfile import Document, Location, key_path, read_yaml
-from lifeboat_cache.errors import ConfigError
+from lifeboat_cache.errors import ConfigError, InvalidConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LoadedConfig", "load_config", "preset_names", "preset_path", "preset_values"]
+__all__ = [
+    "ConfigSource",
+    "LoadedConfig",
+    "load_config",
+    "preset_names",
+    "preset_path",
+    "preset_values",
+]
 
 _PRESETS = Path(__file__).with_name("presets")
 
@@ -140,6 +147,60 @@ def load_config(
     return loaded if path is None else replace(loaded, named=main)
 
 
+class ConfigSource:
+    """The configuration file as somebody edits it, with what it extends.
+
+    Parameters
+    ----------
+    path, environ
+        As for :func:`load_config`.
+
+    Attributes
+    ----------
+    path
+        The file that is used, or would be if it were there.
+    exists
+        Whether it is there.
+
+    Raises
+    ------
+    ConfigError
+        If a file that is named cannot be one.
+    """
+
+    def __init__(self, path: Path | None = None, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        try:
+            self._places = Places.current(environ)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{ENV_HOME}: {error}. Set it to an absolute path.") from None
+        found = _find(path, "--config", self._places)
+        self.exists = found is not None
+        self.path = found[0] if found else self._places.home / CONFIG_FILE_NAME
+
+    def values(self, text: str) -> tuple[dict[str, Any], tuple[Path, ...]]:
+        """Values as written, if the file held ``text``, and the files that they come from.
+
+        Raises
+        ------
+        ConfigError
+            If one of the files cannot be read.
+        """
+        merged, chain = _read_chain(self.path, self._places, text)
+        return merged.data, tuple(chain)
+
+    def check(self, text: str) -> LoadedConfig:
+        """What would be in effect if the file held ``text``.
+
+        Raises
+        ------
+        ConfigError
+            As :func:`load_config` does.
+        """
+        merged, chain = _read_chain(self.path, self._places, text)
+        return _validated(merged.data, merged.origins, str(self.path), tuple(chain), self._places)
+
+
 @dataclass
 class _Merged:
     data: dict[str, Any]
@@ -170,12 +231,13 @@ def _called(file: Path) -> str:
     return f"preset {file.stem}" if file.parent == _PRESETS else str(file)
 
 
-def _read_chain(main: Path, places: Places) -> tuple[_Merged, list[Path]]:
+def _read_chain(main: Path, places: Places, text: str | None = None) -> tuple[_Merged, list[Path]]:
     chain: list[Path] = []
     documents: list[tuple[Path, Document]] = []
     file: Path | None = main
     while file is not None:
-        document = read_yaml(file)
+        given = text.encode() if text is not None and file == main else None
+        document = read_yaml(file, given)
         chain.append(file)
         documents.append((file, document))
         file = _extended(file, document, places)
@@ -280,7 +342,8 @@ def _validated(
         config = Config.model_validate(data, context=places)
     except ValidationError as error:
         # Without its input: the exception would keep a secret in a traceback.
-        problems = describe_problems(error.errors(include_url=False), where)
+        located = locate_problems(error.errors(include_url=False), where)
+        problems = tuple(located)
     else:
         shown = {
             key_path(location): text
@@ -289,9 +352,9 @@ def _validated(
         }
         return LoadedConfig(config, source, files, places.home, shown)
     if len(problems) == 1:
-        raise ConfigError(problems[0])
+        raise InvalidConfigError(problems[0], located)
     lines = "".join(f"\n  {problem}" for problem in problems)
-    raise ConfigError(f"{len(problems)} problems in the configuration:{lines}")
+    raise InvalidConfigError(f"{len(problems)} problems in the configuration:{lines}", located)
 
 
 def _is_leaf(data: dict[str, Any], location: Location) -> bool:

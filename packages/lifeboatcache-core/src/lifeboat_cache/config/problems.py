@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
-__all__ = ["describe_problems"]
+__all__ = ["locate_problems"]
 
 
-def describe_problems(
+def locate_problems(
     errors: Iterable[ErrorDetails], where: Callable[[Location], str]
-) -> tuple[str, ...]:
+) -> dict[str, Location]:
     """Describe validation errors, one sentence or two each.
 
     Parameters
@@ -28,11 +28,16 @@ def describe_problems(
         What validating a :class:`~lifeboat_cache.config.schema.Config` reported.
     where
         Names the file and line that a location comes from.
+
+    Returns
+    -------
+    dict
+        The sentences, and which key each is about.
     """
     listed = list(errors)
     # The other keys of a tier of an unknown type are judged by the wrong schema.
     unknown_types = {e["loc"][:-1] for e in listed if e["loc"][-1:] == ("type",)}
-    texts: dict[str, None] = {}
+    texts: dict[str, Location] = {}
     for error in listed:
         location: Location = tuple(error["loc"])
         if location[-1:] != ("type",) and location[:-1] in unknown_types:
@@ -40,8 +45,8 @@ def describe_problems(
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, SettingError):
             location = (*location, *cause.path)
-        texts[f"{where(location)}: {_describe(error, location, cause)}"] = None
-    return tuple(texts)
+        texts[f"{where(location)}: {_describe(error, location, cause)}"] = location
+    return texts
 
 
 def _describe(error: ErrorDetails, location: Location, cause: object) -> str:

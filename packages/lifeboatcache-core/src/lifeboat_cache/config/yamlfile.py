@@ -50,8 +50,15 @@ def key_path(location: Location) -> str:
     return text
 
 
-def read_yaml(path: Path) -> Document:
+def read_yaml(path: Path, raw: bytes | None = None) -> Document:
     """Read the mapping in the YAML file ``path``.
+
+    Parameters
+    ----------
+    path
+        The file.
+    raw
+        What is in it, or is to be; ``None`` = read it.
 
     Raises
     ------
@@ -63,7 +70,7 @@ def read_yaml(path: Path) -> Document:
     import yaml
 
     try:
-        raw = path.read_bytes()
+        raw = path.read_bytes() if raw is None else raw
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: there is no such file. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,9 +18,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from lifeboat_cache.config.paths import ENV_HOME
 from lifeboat_cache.dashboard import facts
 from lifeboat_cache.dashboard.access import Access
 from lifeboat_cache.dashboard.changes import change_routes
+from lifeboat_cache.dashboard.configure import configure_routes
+from lifeboat_cache.dashboard.editor import Editor
 from lifeboat_cache.dashboard.errors import CODES, ErrorBody, RefusedError
 from lifeboat_cache.dashboard.gate import Gate, Scope, wants_json
 from lifeboat_cache.dashboard.history import SPANS, Span
@@ -76,10 +80,12 @@ def create_app(source: Source, access: Access) -> FastAPI:
         responses=_ERRORS,
     )
     pages = Pages(source)
+    editor = Editor(source.home, source.config_path, {**os.environ, ENV_HOME: str(source.home)})
     app.include_router(_page_routes(source, inventory, pages))
     app.include_router(_api_routes(source, inventory))
     app.include_router(_plain_routes(source))
     app.include_router(change_routes(source, inventory, pages))
+    app.include_router(configure_routes(source, editor, pages))
     app.mount("/static", StaticFiles(directory=_HERE / "static"), name="static")
 
     def refuse(scope: Scope, error: RefusedError) -> Response:
@@ -213,7 +219,8 @@ class _Families:
 def _plain_routes(source: Source) -> APIRouter:
     routes = APIRouter(tags=["probes"])
 
-    @routes.api_route("/healthz", methods=["GET", "HEAD"], response_class=PlainTextResponse)
+    @routes.head("/healthz", include_in_schema=False)
+    @routes.get("/healthz", response_class=PlainTextResponse)
     def healthz() -> PlainTextResponse:
         """Whether the dashboard runs; whether the cache is well is in `/api/overview`."""
         return PlainTextResponse("ok\n")

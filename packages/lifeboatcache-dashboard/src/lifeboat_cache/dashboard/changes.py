@@ -114,7 +114,7 @@ def _purge(inventory: Inventory, config: Config, wanted: PurgeRequest) -> dict[s
     name = wanted.digest[:12]
     if wanted.confirm and wanted.confirm != name:
         raise RefusedError(
-            422, f"confirm must be {name!r}, the first 12 digits of what is to be removed"
+            409, f"confirm must be {name!r}, the first 12 digits of what is to be removed"
         )
     report = inventory.purge(config, wanted.digest, wanted.target, dry_run=not wanted.confirm)
     return {

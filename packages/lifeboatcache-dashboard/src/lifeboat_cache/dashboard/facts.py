@@ -90,16 +90,22 @@ def overview_facts(view: View, history: History, span: Span) -> dict[str, Any]:
             {"reason": reason, "blocks": blocks, "remedy": remedy_of("load_failed", reason)}
             for reason, blocks in totals["load_failed"].items()
         ],
-        "choices": [
-            {"pid": item["pid"], "codec": one.get("codec"), "reason": one.get("reason")}
-            for item in processes
-            for one in _mappings(item["codecs"].get("choices"))
-        ],
+        "choices": _choices(processes),
         "space": {
             "used_bytes": _sum(document["targets"], "used_bytes"),
             "capacity_bytes": _sum(document["targets"], "capacity_bytes"),
         },
     }
+
+
+def _choices(processes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Which codec each engine uses and why; layouts that are treated alike are one."""
+    found = {
+        (item["pid"], str(one.get("codec")), str(one.get("reason"))): None
+        for item in processes
+        for one in _mappings(item["codecs"].get("choices"))
+    }
+    return [{"pid": pid, "codec": codec, "reason": reason} for pid, codec, reason in found]
 
 
 def _figures(sums: Mapping[str, Any]) -> dict[str, float | None]:
@@ -212,7 +218,7 @@ def _target(target: Mapping[str, Any], view: View) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "used_part": _ratio(used, capacity),
-        "engines": [item["pid"] for item in users],
+        "engines": sorted({item["pid"] for item in users}),
         "queue_jobs": sum(_int(item["queue"].get("jobs")) for item in users),
         "queue_bytes": sum(_int(item["queue"].get("pending_bytes")) for item in users),
         "queue_limit_bytes": sum(_int(item["queue"].get("limit_bytes")) for item in users),

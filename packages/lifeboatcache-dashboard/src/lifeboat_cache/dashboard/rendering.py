@@ -27,6 +27,7 @@ _NAVIGATION = (
     ("/contents", "contents", "Contents"),
     ("/recovery", "recovery", "Recovery"),
     ("/processes", "processes", "Processes"),
+    ("/configure", "configure", "Configure"),
 )
 
 THEME_COOKIE = "lifeboat_theme"

@@ -72,6 +72,7 @@ class Source:
 
     def __init__(self, home: Path, config_path: Path | None, history: History) -> None:
         self.home = home
+        self.config_path = config_path
         self.history = history
         self._config = WatchedConfig(home, config_path, speaker="dashboard: ")
         self._view: View | None = None

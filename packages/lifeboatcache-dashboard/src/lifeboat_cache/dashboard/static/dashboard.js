@@ -72,4 +72,87 @@
     tip.style.left = `${Math.min(Math.max(x * box.width, half), Math.max(half, box.width - half))}px`;
   });
   document.addEventListener("pointerleave", clear);
+
+  // Configure: what is typed is checked as it is typed, and the lines that would change are shown.
+  const form = document.querySelector("form[data-check]");
+  if (form) {
+    const review = form.querySelector(".review");
+    const save = form.querySelector(".save-button");
+    form.classList.add("js");
+    form.querySelector(".review-button").hidden = true;
+    let timer = 0;
+    let latest = 0;
+
+    const pill = (restart) => {
+      const made = document.createElement("span");
+      made.className = `pill ${restart ? "warn" : "good"}`;
+      const sign = document.createElement("span");
+      sign.className = "sign";
+      sign.ariaHidden = "true";
+      sign.textContent = restart ? "!" : "✓";
+      made.append(sign, restart ? "restart required" : "applied at once");
+      return made;
+    };
+
+    const show = (found) => {
+      for (const row of form.querySelectorAll("[data-field]")) {
+        const said = found.problems[row.dataset.field] || "";
+        row.classList.toggle("invalid", Boolean(said));
+        row.querySelector(".problem").textContent = said;
+        row.querySelector("input, select").ariaInvalid = said ? "true" : null;
+      }
+      form.querySelector(".general").textContent = found.problems[""] || "";
+      form.querySelector(".changes").replaceChildren(...found.changes.map((one) => {
+        const item = document.createElement("li");
+        const key = document.createElement("code");
+        key.textContent = one.key;
+        const values = document.createElement("span");
+        const value = document.createElement("b");
+        value.textContent = one.new || "default";
+        values.append(`${one.old || "default"} → `, value);
+        item.append(key, " ", values, " ", pill(one.restart));
+        return item;
+      }));
+      form.querySelector(".diff").replaceChildren(...found.diff.map((line) => {
+        const made = document.createElement("span");
+        made.className = { "+": "added", "-": "removed", "@": "place" }[line[0]] || "same";
+        made.textContent = `${line}\n`;
+        return made;
+      }));
+      const wrong = Object.keys(found.problems).length > 0;
+      review.classList.toggle("idle", !found.changes.length && !wrong);
+      save.hidden = !found.changes.length || wrong;
+    };
+
+    const check = async () => {
+      const mine = ++latest;
+      const values = {};
+      for (const [name, value] of new FormData(form)) {
+        if (!["csrf", "token", "action"].includes(name)) values[name] = value;
+      }
+      const answer = await fetch("/api/configure/check", {
+        method: "POST",
+        headers: { "content-type": "application/json", "x-csrf-token": form.elements.csrf.value },
+        body: JSON.stringify({ values }),
+      });
+      const found = await answer.json();
+      if (mine !== latest) return;
+      if (answer.ok) show(found);
+      else form.querySelector(".general").textContent = found.error.message;
+    };
+
+    const soon = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => check().catch(() => {}), 250);
+    };
+    form.addEventListener("input", soon);
+    form.addEventListener("change", soon);
+    // Enter in a field must not save what nobody has looked at.
+    form.addEventListener("submit", (event) => {
+      if (event.submitter?.value !== "save" || save.hidden) {
+        event.preventDefault();
+        soon();
+      }
+    });
+  }
 })();
