@@ -148,7 +148,7 @@ def test_path_outside_every_suite_is_refused(run_pytest: _Pytest) -> None:
 
 
 def test_suites_share_one_home_for_kernels(run_pytest: _Pytest, tmp_path: Path) -> None:
-    commands = run_pytest(*[0] * 6)
+    commands = run_pytest(*[0] * 7)
     assert testing.run_tests([], full=False) == 0
     home = f"LIFEBOAT_TEST_KERNEL_HOME={tmp_path / 'kernels'}"
     assert all(home in command for command in commands)

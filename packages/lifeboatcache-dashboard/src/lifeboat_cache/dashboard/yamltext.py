@@ -39,7 +39,7 @@ def set_value(text: str, path: Path, value: Any) -> str:
         found = _child(node, part)
         if found is None:
             return _add(text, root, node, owner, path[depth:], value)
-        flow = flow or bool(node.flow_style)
+        flow = flow or _is_flow(node)
         owner, node = found
     return _replace(text, owner, node, value, flow=flow)
 
@@ -69,7 +69,7 @@ def remove(text: str, path: Path) -> str:
     entries = _entries(parent)
     at = next(index for index, (key, value) in enumerate(entries) if value is node)
     start = (owner or node).start_mark.index if isinstance(path[-1], str) else None
-    if parent.flow_style:
+    if _is_flow(parent):
         first, last = entries[at][0] or entries[at][1], entries[at][1]
         if at + 1 < len(entries):
             following = entries[at + 1][0] or entries[at + 1][1]
@@ -111,7 +111,7 @@ def append_item(text: str, path: Path, item: Mapping[str, Any]) -> str:
         node = found[1]
     if not isinstance(node, yaml.SequenceNode) or not node.value:
         return set_value(text, path, [dict(item)])
-    if node.flow_style:
+    if _is_flow(node):
         last = node.value[-1].end_mark.index
         return f"{text[:last]}, {_inline(dict(item))}{text[last:]}"
     column = node.start_mark.column
@@ -144,6 +144,11 @@ def _compose(text: str) -> yaml.Node | None:
     if node is not None and not isinstance(node, yaml.MappingNode):
         raise ValueError("it is not a mapping")
     return node
+
+
+def _is_flow(node: yaml.Node) -> bool:
+    """Whether it is written between brackets."""
+    return isinstance(node, yaml.CollectionNode) and bool(node.flow_style)
 
 
 def _entries(node: yaml.Node) -> list[tuple[yaml.Node | None, yaml.Node]]:
@@ -186,7 +191,7 @@ def _add(
     """Put keys that are missing into the last node that is there."""
     if any(isinstance(part, int) for part in path):
         raise ValueError("there is no such item")
-    if isinstance(node, yaml.MappingNode) and node.flow_style:
+    if isinstance(node, yaml.MappingNode) and _is_flow(node):
         inner = value
         for part in reversed(path[1:]):
             inner = {part: inner}
@@ -269,7 +274,7 @@ def _inline(value: Any) -> str:
 
 def _content_end(text: str, node: yaml.Node) -> int:
     """Where the last character of a node is: a block ends only where the next thing begins."""
-    while not isinstance(node, yaml.ScalarNode) and not node.flow_style and node.value:
+    while not isinstance(node, yaml.ScalarNode) and not _is_flow(node) and node.value:
         node = _entries(node)[-1][1]
     end: int = node.end_mark.index
     if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):
