@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from lifeboat_cache.mover.feed import FedIndex, Subscription, take_in
 from lifeboat_cache.mover.hanging import needs_mover, resolved_mount
 from lifeboat_cache.mover.places import target_key
 from lifeboat_cache.mover.throttle import Throttle
-from lifeboat_cache.mover.wire import MOST_BODY, Kind, Message, from_json, receive, send
+from lifeboat_cache.mover.wire import MOST_BODY, Kind, Message, Receiver, from_json, receive, send
 from lifeboat_cache.targets.mounts import Mount
 from lifeboat_cache.testing import aligned_memory, sample_keys
 
@@ -139,6 +140,16 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
+def _fill(arena: Arena, extent: Extent, blocks: list[Any]) -> None:
+    buffers = BlockBuffers.from_buffers(blocks)
+    arena.fill(extent, buffers, buffers.sizes())
+
+
+def _empty(arena: Arena, extent: Extent, blocks: list[Any]) -> None:
+    buffers = BlockBuffers.from_buffers(blocks)
+    arena.empty(extent, buffers, buffers.sizes())
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * PAGE)), max_size=60))
 def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(64 * PAGE)
@@ -173,13 +184,13 @@ def test_blocks_come_out_as_they_went_in(arena: Arena, sizes: list[int]) -> None
     offsets = padded_offsets(np.array(sizes, dtype=np.int64))
     extent = arena.take(int(offsets[-1]))
     assert extent is not None
-    arena.fill(extent, BlockBuffers.from_buffers(blocks))
+    _fill(arena, extent, blocks)
     for block, offset in zip(blocks, offsets.tolist(), strict=False):
         payload = b"".join(piece.tobytes() for piece in block)
         assert offset % PAGE == 0
         assert os.pread(arena.fd, len(payload), extent.offset + offset) == payload
     back = [[np.zeros_like(piece) for piece in block] for block in blocks]
-    arena.empty(extent, BlockBuffers.from_buffers(back))
+    _empty(arena, extent, back)
     for block, other in zip(blocks, back, strict=True):
         assert all((a == b).all() for a, b in zip(block, other, strict=True))
 
@@ -190,9 +201,9 @@ def test_more_pieces_than_one_call_takes(arena: Arena) -> None:
     pieces = [memory[at : at + 64] for at in range(0, 40 * PAGE, 64)]
     extent = arena.take(40 * PAGE)
     assert extent is not None
-    arena.fill(extent, BlockBuffers.from_buffers([pieces]))
+    _fill(arena, extent, [pieces])
     back = aligned_memory(40 * PAGE)
-    arena.empty(extent, BlockBuffers.from_buffers([back]))
+    _empty(arena, extent, [back])
     assert (back == memory).all()
 
 
@@ -201,7 +212,7 @@ def test_memory_is_given_back(arena: Arena) -> None:
     assert extent is not None
     memory = aligned_memory(8 * PAGE)
     memory[:] = 1
-    arena.fill(extent, BlockBuffers.from_buffers([memory]))
+    _fill(arena, extent, [memory])
     assert os.fstat(arena.fd).st_blocks > 0
     arena.forget(extent)
     assert os.fstat(arena.fd).st_blocks == 0
@@ -431,10 +442,33 @@ def test_message_with_a_descriptor(pair: tuple[socket.socket, socket.socket]) ->
         os.close(fd)
 
 
-def test_end_in_the_middle_of_a_message(pair: tuple[socket.socket, socket.socket]) -> None:
-    pair[0].sendall(b"\x10\0\0\0\x01\0\0\0" + bytes(8) + b"half")
+def test_many_messages_with_few_calls(pair: tuple[socket.socket, socket.socket]) -> None:
+    bodies = [os.urandom(size) for size in (0, 1, 70_000, 300_000, 5)] * 3
+
+    def tell() -> None:
+        for number, body in enumerate(bodies):
+            send(pair[0], Kind.DONE, number, [body])
+        pair[0].shutdown(socket.SHUT_WR)
+
+    sender = threading.Thread(target=tell)
+    sender.start()
+    receiver = Receiver(pair[1])
+    for number, body in enumerate(bodies):
+        message = receiver.next()
+        assert message is not None
+        assert (message.number, message.body) == (number, body)
+    assert receiver.next() is None
+    sender.join()
+    receiver.close()
+
+
+@pytest.mark.parametrize("sent", [0, 5, 20])
+def test_end_in_the_middle_of_a_message(
+    pair: tuple[socket.socket, socket.socket], sent: int
+) -> None:
+    pair[0].sendall((b"\x10\0\0\0\x01\0\0\0" + bytes(8) + b"half")[:sent])
     pair[0].shutdown(socket.SHUT_WR)
-    assert receive(pair[1]) is None
+    assert (receive(pair[1]) if sent == 5 else Receiver(pair[1]).next()) is None
 
 
 @pytest.mark.parametrize(
@@ -443,9 +477,11 @@ def test_end_in_the_middle_of_a_message(pair: tuple[socket.socket, socket.socket
 def test_what_is_no_message_is_refused(
     pair: tuple[socket.socket, socket.socket], head: bytes
 ) -> None:
-    pair[0].sendall(head)
+    pair[0].sendall(2 * head)
     with pytest.raises(FormatError, match="restart the engine"):
         receive(pair[1])
+    with pytest.raises(FormatError, match="restart the engine"):
+        Receiver(pair[1]).next()
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"{", b"\xff"])

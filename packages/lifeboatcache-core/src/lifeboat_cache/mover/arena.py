@@ -113,13 +113,13 @@ class Arena:
         """Let go of the memory of a range, which stays in use. Raises ``OSError``."""
         punch_hole(self.fd, extent.offset, extent.length)
 
-    def fill(self, extent: Extent, buffers: BlockBuffers) -> None:
-        """Copy blocks into a range, each to a page boundary. Raises ``OSError``."""
-        _move(_libc.pwritev, self.fd, extent.offset, _pieces(buffers, _zeros))
+    def fill(self, extent: Extent, buffers: BlockBuffers, sizes: npt.NDArray[np.int64]) -> None:
+        """Copy blocks of some sizes into a range, each to a page boundary. Raises ``OSError``."""
+        _move(_libc.pwritev, self.fd, extent.offset, _pieces(buffers, sizes, _zeros))
 
-    def empty(self, extent: Extent, buffers: BlockBuffers) -> None:
+    def empty(self, extent: Extent, buffers: BlockBuffers, sizes: npt.NDArray[np.int64]) -> None:
         """Copy a range out to blocks. Raises ``OSError``."""
-        _move(_libc.preadv, self.fd, extent.offset, _pieces(buffers, _sink))
+        _move(_libc.preadv, self.fd, extent.offset, _pieces(buffers, sizes, _sink))
 
     def close(self) -> None:
         """Let go of the file. Idempotent; who maps it keeps its memory."""
@@ -128,9 +128,10 @@ class Arena:
             self.fd = -1
 
 
-def _pieces(buffers: BlockBuffers, filler: npt.NDArray[np.uint8]) -> _IOV:
+def _pieces(
+    buffers: BlockBuffers, sizes: npt.NDArray[np.int64], filler: npt.NDArray[np.uint8]
+) -> _IOV:
     """uint64 ``(n, 2)``: address and length of all pieces, and of what fills the pages."""
-    sizes = buffers.sizes()
     gaps = -sizes % PAGE
     iov = np.empty((buffers.lengths.shape[0], 2), dtype=np.uint64)
     iov[:, 0], iov[:, 1] = buffers.addresses, buffers.lengths
@@ -144,8 +145,9 @@ def _pieces(buffers: BlockBuffers, filler: npt.NDArray[np.uint8]) -> _IOV:
 
 
 def _move(call: ctypes._NamedFuncPointer, fd: int, offset: int, iov: _IOV) -> None:
-    iov = np.ascontiguousarray(iov[iov[:, 1] > 0])
-    ends = np.cumsum(iov[:, 1].astype(np.int64))
+    if not iov[:, 1].all():
+        iov = iov[iov[:, 1] > 0]
+    ends: npt.NDArray[np.int64] | None = None
     first, moved = 0, 0
     while first < iov.shape[0]:
         count = min(_MOST_PIECES, iov.shape[0] - first)
@@ -158,6 +160,10 @@ def _move(call: ctypes._NamedFuncPointer, fd: int, offset: int, iov: _IOV) -> No
         if not done:
             raise OSError(errno.EIO, "the arena is shorter than it was")
         moved += done
+        if ends is None:
+            if iov.shape[0] <= _MOST_PIECES and done == int(iov[:, 1].sum()):
+                return
+            ends = np.cumsum(iov[:, 1].astype(np.int64))
         first = int(np.searchsorted(ends, moved, side="right"))
         if first < iov.shape[0] and (left := int(ends[first]) - moved) < int(iov[first, 1]):
             # Moved in part: go on where it stopped.

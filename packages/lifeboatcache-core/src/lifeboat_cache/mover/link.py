@@ -13,7 +13,16 @@ from typing import Any
 from lifeboat_cache.errors import LifeboatError, TargetError
 from lifeboat_cache.mover.arena import Arena
 from lifeboat_cache.mover.places import MoverPlaces
-from lifeboat_cache.mover.wire import Kind, Message, from_json, peer_uid, receive, send, to_json
+from lifeboat_cache.mover.wire import (
+    Kind,
+    Message,
+    Receiver,
+    from_json,
+    peer_uid,
+    receive,
+    send,
+    to_json,
+)
 
 __all__ = ["Link", "reason_of"]
 
@@ -43,6 +52,7 @@ class Link:
 
     def __init__(self, connection: socket.socket, arena: Arena, pid: int) -> None:
         self._connection = connection
+        self._receiver = Receiver(connection)
         self.arena = arena
         self.pid = pid
         self.heard = time.monotonic()
@@ -107,7 +117,7 @@ class Link:
 
     def receive(self) -> Message | None:
         """The next message; ``None`` at the end. Raises ``OSError`` and ``LifeboatError``."""
-        message = receive(self._connection)
+        message = self._receiver.next()
         self.heard = time.monotonic()
         return message
 
@@ -130,10 +140,17 @@ class Link:
         except OSError:
             pass
 
+    def after_fork(self) -> None:
+        """In a forked child: let go of its copies; whoever is receiving stayed with the parent."""
+        self._closed = True
+        os.close(self._connection.detach())
+        self.arena.close()
+
     def close(self) -> None:
         """Let go of everything. Idempotent. Nobody may be sending or receiving."""
         if not self._closed:
             self._closed = True
+            self._receiver.close()
             self._connection.close()
             self.arena.close()
 

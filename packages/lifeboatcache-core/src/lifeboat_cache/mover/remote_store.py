@@ -780,8 +780,8 @@ class RemoteStore:
         self._idle = threading.Condition(self._lock)
         link, self._link = self._link, None
         if link is not None:
-            # The parent's copies stay open; when it dies the mover must see that.
-            link.close()
+            # When the parent dies, the mover must see that.
+            link.after_fork()
         self._transfers.after_fork()
         self._index = Index()
         self._counters = Counters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -9,7 +10,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from lifeboat_cache.mover.wire import (
     REQUEST,
     Kind,
     Message,
+    Receiver,
     from_json,
     receive,
     send,
@@ -143,25 +145,27 @@ class Session:
     def _serve(self) -> None:
         host = self._host
         assert host is not None
-        while (message := receive(self._connection)) is not None:
-            for fd in message.fds:
-                os.close(fd)
-            if message.kind in (Kind.STORE, Kind.LOAD):
-                self._start(host, message)
-            elif message.kind == Kind.TOUCH:
-                host.store.touch(_keys(message))
-            elif message.kind == Kind.DELETE:
-                host.store.delete(_keys(message))
-                self._put(_Out(Kind.DONE, message.number, _done(0.0, b"")))
-            elif message.kind == Kind.LAYOUT:
-                host.describe(layout_from_json(from_json(message.body)))
-            elif message.kind == Kind.CONFIG:
-                self._reconfigure(host, message)
-            elif message.kind == Kind.PROBE:
-                self._probe(self)
-            elif message.kind == Kind.PURGE:
-                self._purge = True
-            # What a later release may add is none of ours.
+        with contextlib.closing(Receiver(self._connection)) as receiver:
+            while (message := receiver.next()) is not None:
+                self._do(host, message)
+
+    def _do(self, host: Host, message: Message) -> None:
+        """Do what an engine asks for; what a later release may add is none of ours."""
+        if message.kind in (Kind.STORE, Kind.LOAD):
+            self._start(host, message)
+        elif message.kind == Kind.TOUCH:
+            host.store.touch(_keys(message))
+        elif message.kind == Kind.DELETE:
+            host.store.delete(_keys(message))
+            self._put(_Out(Kind.DONE, message.number, _done(0.0, b"")))
+        elif message.kind == Kind.LAYOUT:
+            host.describe(layout_from_json(from_json(message.body)))
+        elif message.kind == Kind.CONFIG:
+            self._reconfigure(host, message)
+        elif message.kind == Kind.PROBE:
+            self._probe(self)
+        elif message.kind == Kind.PURGE:
+            self._purge = True
 
     def _reconfigure(self, host: Host, message: Message) -> None:
         try:
@@ -335,7 +339,7 @@ def _done(seconds: float, outcomes: bytes) -> bytes:
     return np.float64(seconds).tobytes() + outcomes
 
 
-def _map(fds: list[int], size: int) -> npt.NDArray[np.uint8]:
+def _map(fds: Sequence[int], size: int) -> npt.NDArray[np.uint8]:
     """Map an engine's arena. Raises ``OSError`` or ``ValueError``."""
     if len(fds) != 1:
         raise ValueError("the engine has sent no memory")

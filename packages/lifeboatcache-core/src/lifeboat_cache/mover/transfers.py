@@ -66,6 +66,7 @@ class _Part:
     task: _Task
     blocks: npt.NDArray[np.int64]
     batch: BlockBatch
+    sizes: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     extent: Extent | None = None
     asked: float = 0.0
@@ -339,17 +340,15 @@ class Transfers:
                 blocks, sizes = blocks[~large], sizes[~large]
         parts = []
         first, total = 0, 0
-        for at, size in enumerate([*sizes.tolist(), -1]):
+        for at, size in enumerate((*sizes.tolist(), -1)):
             full = at - first >= _PART_BLOCKS or (total and total + size > _PART_BYTES)
             if size < 0 or full:
                 if at > first:
-                    mine = blocks[first:at]
-                    parts.append(
-                        _Part(
-                            next(self._numbers), task, mine, batch.take(mine),
-                            padded_offsets(sizes[first:at]),
-                        )
-                    )  # fmt: skip
+                    mine, its = blocks[first:at], sizes[first:at]
+                    # Blocks are numbered in order: as many as there are, are all of them.
+                    piece = batch if at - first == len(batch) else batch.take(mine)
+                    offsets = padded_offsets(its)
+                    parts.append(_Part(next(self._numbers), task, mine, piece, its, offsets))
                 first, total = at, 0
             total += size
         return parts
@@ -362,7 +361,7 @@ class Transfers:
             return
         try:
             if lane == "store":
-                link.arena.fill(extent, part.batch.buffers)
+                link.arena.fill(extent, part.batch.buffers, part.sizes)
             request = _requests(part, extent)
         except OSError as error:
             _log.warning("LifeboatCache: the memory for a transfer cannot be had: %s", error)
@@ -406,7 +405,7 @@ class Transfers:
             outcomes = np.full(part.blocks.shape[0], Outcome.FAILED, dtype=np.uint8)
         if part.task.lane == "load" and (outcomes == Outcome.OK).any() and part.extent:
             try:
-                link.arena.empty(part.extent, part.batch.buffers)
+                link.arena.empty(part.extent, part.batch.buffers, part.sizes)
             except OSError as error:
                 _log.warning("LifeboatCache: a load could not be copied: %s", error)
                 outcomes[:] = Outcome.FAILED
@@ -536,7 +535,7 @@ class Transfers:
         job = part.task.job
         job.outcomes[part.blocks] = outcomes
         good = job.outcomes[part.blocks] == Outcome.OK
-        self._finish(part.task, int(part.batch.buffers.sizes()[good].sum()))
+        self._finish(part.task, int(part.sizes[good].sum()))
 
     def _finish(self, task: _Task, moved: int) -> None:
         if task.job.finish_part(moved):
@@ -548,7 +547,7 @@ def _requests(part: _Part, extent: Extent) -> bytes:
     rows = np.zeros(len(batch), dtype=REQUEST)
     rows["key"] = void(np.frombuffer(b"".join(batch.keys), dtype=np.uint8).reshape(-1, 32))
     rows["offset"] = part.offsets[:-1] + extent.offset
-    rows["length"] = batch.buffers.sizes()
+    rows["length"] = part.sizes
     rows["layout"] = batch.tags()
     rows["salt"] = batch.salt
     for name, values in (

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "SLOTS",
     "Kind",
     "Message",
+    "Receiver",
     "from_json",
     "peer_uid",
     "receive",
@@ -112,7 +113,9 @@ class Message:
 
     __slots__ = ("body", "fds", "kind", "number")
 
-    def __init__(self, kind: int, number: int, body: bytearray, fds: list[int]) -> None:
+    def __init__(
+        self, kind: int, number: int, body: bytes | bytearray, fds: Sequence[int] = ()
+    ) -> None:
         self.kind = kind
         self.number = number
         self.body = body
@@ -182,8 +185,51 @@ def send(
         connection.sendall(data)
 
 
+class Receiver:
+    """Takes messages from a connection with few calls: each gives the interpreter away.
+
+    Descriptors that come with messages are lost; use :func:`receive` for those.
+
+    Parameters
+    ----------
+    connection
+        Nobody else receives from it.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._file = connection.makefile("rb", buffering=1 << 18)
+
+    def next(self) -> Message | None:
+        """The next message; ``None`` if the other side has gone. Waits for it.
+
+        Raises
+        ------
+        FormatError
+            If what comes is no message.
+        OSError
+            If the connection fails.
+        """
+        head = self._file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return None
+        size, kind, number = _parsed(head)
+        body = self._file.read(size) if size else b""
+        return Message(kind, number, body) if len(body) == size else None
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._file.close()
+
+
+def _parsed(head: bytes | bytearray) -> tuple[int, int, int]:
+    size, kind, zero, number = _HEAD.unpack(head)
+    if size > MOST_BODY or zero:
+        raise FormatError("a message is not one of ours: restart the engine")
+    return size, kind, number
+
+
 def receive(connection: socket.socket) -> Message | None:
-    """The next message; ``None`` if the other side has gone. Waits for it.
+    """The next message with its descriptors, as :meth:`Receiver.next` does.
 
     Raises
     ------
@@ -197,9 +243,7 @@ def receive(connection: socket.socket) -> Message | None:
     try:
         if not _fill(connection, head, fds):
             return None
-        size, kind, zero, number = _HEAD.unpack(head)
-        if size > MOST_BODY or zero:
-            raise FormatError("a message is not one of ours: restart the engine")
+        size, kind, number = _parsed(head)
         body = bytearray(size)
         if not _fill(connection, body, fds):
             _close(fds)
