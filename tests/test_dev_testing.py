@@ -106,7 +106,7 @@ def test_path_goes_to_its_suite_alone(run_pytest: _Pytest, monkeypatch: pytest.M
 
 
 def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
-    commands = run_pytest(*[0] * 5)
+    commands = run_pytest(*[0] * 6)
     assert testing.run_tests([str(ROOT / "packages")], full=False) == 0
     assert [Path(command[-1]).parent.name for command in commands] == [
         "lifeboatcache-core",
@@ -114,6 +114,7 @@ def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
         "lifeboatcache",
         "lifeboatcache-vllm",
         "lifeboatcache-sglang",
+        "lifeboatcache-mlx",
     ]
 
 
@@ -121,11 +122,12 @@ def test_engines_share_a_directory_of_tests(run_pytest: _Pytest) -> None:
     (ours,) = [suite for suite in testing._SUITES if suite.name == "whole-sglang"]
     tests = ours.all_tests()
     assert str(ROOT / "tests" / "test_sglang_restart.py") in tests
-    commands = run_pytest(0, 0)
+    commands = run_pytest(0, 0, 0)
     assert testing.run_tests([str(ROOT / "tests")], full=False) == 0
-    for_vllm, for_sglang = commands
-    assert for_vllm[-2:] == [
+    for_vllm, for_sglang, _ = commands
+    assert for_vllm[-3:] == [
         f"--ignore-glob={ROOT / 'tests' / 'test_sglang_*.py'}",
+        f"--ignore-glob={ROOT / 'tests' / 'test_mlx_*.py'}",
         str(ROOT / "tests"),
     ]
     assert for_sglang[-len(tests) :] == tests

@@ -32,6 +32,11 @@ def _wheels() -> _Wheels:
             ["fastapi>=0.110", "lifeboatcache-core~=1.2.0"],
             ["lifeboat_cache/dashboard/app.py"],
         ),
+        "lifeboatcache-mlx": (
+            "0.3.1",
+            ["lifeboatcache-core~=1.2.0"],
+            ["lifeboat_cache/mlx/__init__.py"],
+        ),
         "lifeboatcache": (
             "0.1.0",
             [

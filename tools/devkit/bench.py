@@ -22,7 +22,8 @@ def bench_names() -> list[str]:
 def run_bench(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark in its engine's environment and return its exit code.
 
-    Those of SGLang are named ``sglang_...``; all others run in vLLM's environment.
+    Those of SGLang are named ``sglang_...``, those of mlx-lm ``mlx_...``; all others run in
+    vLLM's environment.
 
     Parameters
     ----------
@@ -41,6 +42,7 @@ def run_bench(name: str, arguments: Sequence[str]) -> int:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    python = (recipes.sglang() if name.startswith("sglang_") else recipes.vllm()).make()
+    engines = {"sglang": recipes.sglang, "mlx": recipes.mlx}
+    python = engines.get(name.partition("_")[0], recipes.vllm)().make()
     with locked(dev_home() / "bench.lock"):  # two would slow each other down
         return try_run([python, Path(_BENCH, f"{name}.py"), *arguments], env=variables)

@@ -82,6 +82,7 @@ def _env(arguments: argparse.Namespace) -> int:
     make: dict[str, Callable[[], Path]] = {
         "core": core_python,
         "dashboard": lambda: recipes.dashboard().make(),
+        "mlx": lambda: recipes.mlx().make(),
         "sglang": lambda: recipes.sglang().make(),
         "tools": lambda: recipes.tools().make(),
         "vllm": lambda: recipes.vllm().make(),

@@ -13,6 +13,7 @@ DISTRIBUTIONS = (
     "lifeboatcache-vllm",
     "lifeboatcache-sglang",
     "lifeboatcache-dashboard",
+    "lifeboatcache-mlx",
     "lifeboatcache",
 )
 

@@ -8,7 +8,7 @@ from typing import TypedDict
 from devkit.environments import Environment, Pip, PipRequirementsOf, Step
 from devkit.places import ROOT, SUPPORT
 
-__all__ = ["dashboard", "environment_names", "sglang", "tools", "vllm", "wheels"]
+__all__ = ["dashboard", "environment_names", "mlx", "sglang", "tools", "vllm", "wheels"]
 
 _CORE = ROOT / "packages" / "lifeboatcache-core"
 
@@ -31,7 +31,7 @@ _SGLANG_NEEDS = """
 
 def environment_names() -> list[str]:
     """Return the names that ``dev.py env`` takes."""
-    return ["core", "dashboard", "sglang", "tools", "vllm"]
+    return ["core", "dashboard", "mlx", "sglang", "tools", "vllm"]
 
 
 def tools() -> Environment:
@@ -88,6 +88,19 @@ def sglang() -> Environment:
             Pip(("hatchling", "hypothesis", "pytest")),
         ),
         **_tree(_CORE, ROOT / "packages" / "lifeboatcache-sglang", SUPPORT / "sglang_cpu"),
+    )  # fmt: skip
+
+
+def mlx() -> Environment:
+    """Describe the environment of mlx-lm on this machine's CPU, with our tree in it."""
+    return Environment(
+        "mlx",
+        base=(
+            Pip(("mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2", "numba==0.65.1",
+                 "numpy==2.4.6", "transformers==5.24.0")),
+            Pip(("hatchling", "hypothesis", "pytest")),
+        ),
+        **_tree(_CORE, ROOT / "packages" / "lifeboatcache-mlx"),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class _Suite:
     directory
         Where its tests are.
     environment
-        ``core``, ``dashboard``, ``vllm`` or ``sglang``.
+        ``core``, ``dashboard``, or an engine's.
     files
         Which files of the directory are its tests, where another suite has the others.
     """
@@ -52,6 +52,7 @@ class _Suite:
         make: dict[str, Callable[[], Path]] = {
             "core": core_python,
             "dashboard": _dashboard_python,
+            "mlx": lambda: recipes.mlx().make(),
             "sglang": lambda: recipes.sglang().make(),
             "vllm": lambda: recipes.vllm().make(),
         }
@@ -122,8 +123,10 @@ _SUITES = (
     _Suite("metapackage", ROOT / "packages" / "lifeboatcache" / "tests", "core"),
     _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", "vllm"),
     _Suite("sglang", ROOT / "packages" / "lifeboatcache-sglang" / "tests", "sglang"),
+    _Suite("mlx", ROOT / "packages" / "lifeboatcache-mlx" / "tests", "mlx"),
     _Suite("whole", ROOT / "tests", "vllm"),
     _Suite("whole-sglang", ROOT / "tests", "sglang", files="test_sglang_*.py"),
+    _Suite("whole-mlx", ROOT / "tests", "mlx", files="test_mlx_*.py"),
 )
 
 
