@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache.interface import BlockBatch, BlockBuffers, Store, Job, Outcome, tag
+from lifeboat_cache.interface import BlockBatch, BlockBuffers, Job, Outcome, Store, tag
 from lifeboat_cache.mlx import chain, kinds
 from lifeboat_cache.mlx.blocks import block_buffers, block_layout
 from lifeboat_cache.mlx.kinds import Layer, Planes
@@ -67,7 +67,7 @@ class Keeper:
             planes = None
             if kinds.can_be_cut(one, int(getattr(one, "offset", 0))):
                 planes = kinds.planes_of(number, one)
-                if planes is None and not type(one).__name__ == "RotatingKVCache":
+                if planes is None and type(one).__name__ != "RotatingKVCache":
                     return None  # empty, or of several sequences
             if planes is None:
                 rest.append(number)

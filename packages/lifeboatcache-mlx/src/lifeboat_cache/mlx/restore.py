@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache.interface import BlockBatch, BlockBuffers, Store, Lookup, Outcome
+from lifeboat_cache.interface import BlockBatch, BlockBuffers, Lookup, Outcome, Store
 from lifeboat_cache.mlx import chain, kinds
 from lifeboat_cache.mlx.arrays import new_array
 from lifeboat_cache.mlx.blocks import block_buffers, block_layout
