@@ -31,7 +31,7 @@ from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.records import access_entries
 from lifeboat_cache.targets.direct import read_into
 from lifeboat_cache.targets.filesystem import FilesystemTarget
-from lifeboat_cache.targets.layout import WriterLock
+from lifeboat_cache.targets.writer_lock import WriterLock
 from lifeboat_cache.testing import StoreDriver, flip_byte
 
 Open = Callable[..., StoreDriver]

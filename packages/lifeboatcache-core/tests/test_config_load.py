@@ -325,6 +325,13 @@ TIER = "storage: {{tiers: [{{name: a, type: filesystem, path: /a, {0}}}]}}"
                 "Write for example io_workers: 8."
             ),
         ),
+        ("eviction: {max_age: 30}", "eviction.max_age: 30 has no unit. Allowed: 0, or up to"),
+        ("eviction: {max_age: 20y}", "'20y' is not a duration: there is no unit 'y'."),
+        (
+            TIER.format("file_mode: 0644"),
+            "file_mode: '0644' is not allowed. Allowed: 0600,",
+        ),
+        (TIER.format("group: 'a b'"), "'a b' is not allowed. Allowed: the name or number of a"),
         ("engine: {io_workers: '8'}", "engine.io_workers: '8' is not allowed."),
         ("engine: {io_workers: true}", "engine.io_workers: True is not allowed."),
         ("engine: {native_block_tokens: 2.5}", "2.5 is not allowed. Allowed: a whole number"),
@@ -414,8 +421,19 @@ def test_the_types_of_this_version_are_named_and_nothing_else_of_that_tier(tmp_p
     message = problem(tmp_path, "storage: {tiers: [{name: a, type: s3, bucket: b, region: r}]}")
     assert message == (
         "lifeboat.yaml:1: storage.tiers[0].type: 's3' is not allowed. "
-        "Allowed: filesystem (the only type of this version). Write for example type: filesystem."
+        "Allowed: filesystem, nfs or ontap. Write for example type: filesystem."
     )
+
+
+@pytest.mark.parametrize("written", ["0660", '"0660"', "660", "'660'"])
+def test_modes_and_groups_as_people_write_them(tmp_path: Path, written: str) -> None:
+    text = TIER.format(f"file_mode: {written}, group: 1000")
+    if written == "'660'":
+        assert "'660' is not allowed" in problem(tmp_path, text)
+        return
+    (tier,) = load(tmp_path, text).config.storage.tiers
+    assert tier.file_mode_bits == 0o660
+    assert tier.group == "1000"
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
@@ -636,7 +654,7 @@ def test_every_key_is_described() -> None:
     from lifeboat_cache.config.describe import entries
 
     found = [entry for _, _, own in entries() for entry in own]
-    assert len(found) == 33
+    assert len(found) == 38
     for entry in found:
         assert entry.field.description, entry.path
         assert entry.key.allowed, entry.path

@@ -260,7 +260,9 @@ def test_a_check_that_raises_is_a_failed_check(tmp_path: Path) -> None:
 )
 def test_the_mount_of_a_path(path: str, expected: tuple[str, str, str]) -> None:
     point, kind, source = expected
-    assert mount_of(Path(path), MOUNTINFO) == Mount(Path(point), kind, source)
+    found = mount_of(Path(path), MOUNTINFO)
+    assert found is not None
+    assert found == Mount(Path(point), kind, source, found.options)
 
 
 def test_no_mount_is_found_in_nothing() -> None:

@@ -34,8 +34,9 @@ from lifeboat_cache.format.journal import (
 from lifeboat_cache.targets import directory_listing, journal_reader
 from lifeboat_cache.targets.base import Place
 from lifeboat_cache.targets.journal_reader import JournalReader
-from lifeboat_cache.targets.layout import WriterLock, segment_name
+from lifeboat_cache.targets.layout import segment_name
 from lifeboat_cache.targets.segment_extents import SegmentExtents
+from lifeboat_cache.targets.writer_lock import WriterLock
 
 pytestmark = pytest.mark.usefixtures("both_kernels")
 

@@ -18,7 +18,8 @@ from lifeboat_cache.store import block_store
 from lifeboat_cache.store.block_store import BlockStore, State
 from lifeboat_cache.store.opening import open_block_store
 from lifeboat_cache.targets.filesystem import FilesystemTarget
-from lifeboat_cache.targets.layout import new_writer_id, writer_alive
+from lifeboat_cache.targets.layout import new_writer_id
+from lifeboat_cache.targets.writer_lock import writer_alive
 from lifeboat_cache.testing import StoreDriver
 
 Open = Callable[..., StoreDriver]

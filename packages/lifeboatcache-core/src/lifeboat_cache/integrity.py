@@ -1,8 +1,8 @@
 """The integrity key: who has it can tell whether stored KV was tampered with.
 
-With ``security.integrity_key`` set, payload checksums are keyed (algorithm 3), and the
-identity of every namespace names the key: processes with other keys, or with none,
-use other namespaces and never meet.
+With ``security.integrity_key``, or a key in the environment, payload checksums are keyed
+(algorithm 3), and the identity of every namespace names the key: processes with other keys, or
+with none, use other namespaces and never meet.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from lifeboat_cache.config.paths import ENV_INTEGRITY_KEY
 from lifeboat_cache.errors import ConfigError
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.targets.files import close_file
@@ -27,6 +28,7 @@ __all__ = [
     "IDENTITY_FIELD",
     "IntegrityKey",
     "configured_integrity_key",
+    "integrity_key",
     "load_integrity_key",
     "namespace_with_integrity",
 ]
@@ -82,8 +84,27 @@ def configured_integrity_key(config: Config) -> IntegrityKey | None:
     ConfigError
         As :func:`load_integrity_key`.
     """
-    path = config.security.integrity_key
-    return None if path is None else load_integrity_key(path)
+    return integrity_key(config.security.integrity_key)
+
+
+def integrity_key(path: Path | None) -> IntegrityKey | None:
+    """The key in the environment if there is one, or in a file if one is named.
+
+    Raises
+    ------
+    ConfigError
+        As :func:`load_integrity_key`; also if the environment holds something else.
+    """
+    written = os.environ.get(ENV_INTEGRITY_KEY, "").encode(errors="surrogateescape")
+    if not written:
+        return None if path is None else load_integrity_key(path)
+    digits = _HEX.fullmatch(written)
+    if digits is None or len(digits[1]) < 2 * _LEAST_BYTES:
+        raise ConfigError(
+            f"{ENV_INTEGRITY_KEY} does not hold {2 * _LEAST_BYTES} or more hexadecimal digits: "
+            "make a key with: openssl rand -hex 32"
+        )
+    return IntegrityKey.from_content(written)
 
 
 def load_integrity_key(path: Path) -> IntegrityKey:

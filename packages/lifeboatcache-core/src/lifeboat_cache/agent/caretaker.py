@@ -14,7 +14,7 @@ from lifeboat_cache.agent.priority import step_back
 from lifeboat_cache.agent.status import HUNG_AFTER_S
 from lifeboat_cache.agent.wanted import WantedTarget
 from lifeboat_cache.errors import ConfigError
-from lifeboat_cache.integrity import IntegrityKey, load_integrity_key
+from lifeboat_cache.integrity import IntegrityKey, integrity_key
 from lifeboat_cache.registry import TargetFacts
 from lifeboat_cache.targets.layout import check_root
 
@@ -97,6 +97,7 @@ class Caretaker:
         self._wake = threading.Event()
         self._report: JanitorReport | None = None
         self._problem = ""
+        self._mount = ""  # what is wrong with it
         self._totals: Counter[str] = Counter()
         self._said: dict[str, float] = {}
         self._since: float | None = None  # begin of the pass under way
@@ -135,7 +136,7 @@ class Caretaker:
         """The target, for the registry."""
         wanted, report = self._wanted, self._report
         stuck = self.stuck_for()
-        problem = self._problem
+        problem = "; ".join(filter(None, (self._problem, self._mount)))
         if stuck:
             problem = f"has not answered for {stuck:.0f} s: check the disk or the mount"
         return TargetFacts(
@@ -192,6 +193,7 @@ class Caretaker:
                 self._since = time.monotonic()
                 if of != self._wanted:
                     of = self._wanted
+                    self._mount = ""
                     janitor, before = None, None
                 if not check_root(of.path, create=False):
                     janitor, self._report, self._problem = None, None, ""
@@ -199,10 +201,18 @@ class Caretaker:
                 else:
                     from lifeboat_cache.janitor import Janitor, JanitorPolicy
 
-                    policy = JanitorPolicy(eviction=of.eviction)
+                    policy = JanitorPolicy(eviction=of.eviction, max_age_s=of.max_age_s)
                     if janitor is None:
+                        target = of.open()
+                        if target.shared:
+                            policy = policy.for_shared()
+                        self._mount = "; ".join(
+                            f"{one.text}: {one.remedy}"
+                            for one in target.mount_findings()
+                            if one.level != "note"
+                        )
                         janitor = Janitor(
-                            of.open(), policy=policy, key=self._key(of), on_step=self._on_step
+                            target, policy=policy, key=self._key(of), on_step=self._on_step
                         )
                     report = janitor.run_once()
                     now = time.monotonic()
@@ -213,7 +223,7 @@ class Caretaker:
                     step_back(urgent=full or report.free <= report.reserve)
                     self._measure(of)
             except _EndedError:
-                return
+                break
             except Exception as error:  # one target's fault must not end the others' care
                 self._problem = f"{type(error).__name__}: {error}"
                 self._say(self._problem)
@@ -222,6 +232,8 @@ class Caretaker:
             finally:
                 self._since, self._step = None, ""
             self._wake.wait(pause)
+        if janitor is not None:
+            janitor.close()
 
     def _measure(self, of: WantedTarget) -> None:
         """See from time to time how fast the target is, as soon as there is enough on it."""
@@ -243,10 +255,8 @@ class Caretaker:
 
     def _key(self, of: WantedTarget) -> IntegrityKey | None:
         """The integrity key; without it, what it protects is not rewritten."""
-        if of.integrity_key is None:
-            return None
         try:
-            return load_integrity_key(of.integrity_key)
+            return integrity_key(of.integrity_key)
         except ConfigError as error:
             self._say(str(error))
             return None
@@ -262,6 +272,7 @@ class Caretaker:
             janitor_passes=1,
             evicted_blocks=report.evicted_blocks,
             evicted_bytes=report.evicted_bytes,
+            expired_blocks=report.expired_blocks,
             corrupt_blocks=report.corrupt_blocks,
             reclaimed_bytes=report.punched_bytes + report.removed_bytes + report.trimmed_bytes,
             removed_segments=report.segments_removed,
@@ -278,6 +289,7 @@ class Caretaker:
             self._say(problem)
         done = {
             "evicted": report.evicted_bytes,
+            "erased": report.erased_bytes,
             "reclaimed": report.punched_bytes + report.removed_bytes + report.trimmed_bytes,
             "copied": report.copied_bytes,
         }

@@ -279,6 +279,7 @@ class Agent:
                     replace(
                         target,
                         eviction=config.eviction.policy,
+                        max_age_s=config.eviction.max_age,
                         integrity_key=config.security.integrity_key,
                     )
                 )

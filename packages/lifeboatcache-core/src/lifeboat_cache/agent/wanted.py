@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from lifeboat_cache.config import Config
 from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.targets.nfs_mount import NfsProtocol
 
 __all__ = ["WantedTarget", "merged", "of_config", "of_document"]
 
@@ -80,6 +81,10 @@ class WantedTarget:
         See :class:`~lifeboat_cache.janitor.JanitorPolicy`.
     integrity_key
         The key's file, without which records that it protects cannot be copied.
+    max_age_s
+        See :class:`~lifeboat_cache.janitor.JanitorPolicy`.
+    kind, mount, protocol, file_mode, group
+        See :class:`FilesystemTarget`.
     """
 
     path: Path
@@ -89,6 +94,18 @@ class WantedTarget:
     direct_io: _DirectIO
     eviction: _Eviction = "lru"
     integrity_key: Path | None = None
+    max_age_s: float = 0.0
+    kind: Literal["filesystem", "nfs", "ontap"] = "filesystem"
+    mount: Path | None = None
+    protocol: NfsProtocol | None = None
+    file_mode: int = 0o600
+    group: str | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether it is not a directory like any other."""
+        usual = ("filesystem", None, 0o600, None)
+        return (self.kind, self.mount, self.file_mode, self.group) != usual
 
     def open(self) -> FilesystemTarget:
         """The target; nothing is read or made."""
@@ -98,6 +115,11 @@ class WantedTarget:
             capacity=self.capacity,
             reserve=self.reserve,
             direct_io=self.direct_io,
+            kind=self.kind,
+            mount=self.mount,
+            protocol=self.protocol,
+            file_mode=self.file_mode,
+            group=self.group,
         )
 
 
@@ -112,6 +134,12 @@ def of_config(config: Config, tiers: Sequence[Tier] | None = None) -> list[Wante
             tier.direct_io,
             config.eviction.policy,
             config.security.integrity_key,
+            config.eviction.max_age,
+            tier.type,
+            tier.mount,
+            tier.protocol,
+            tier.file_mode_bits,
+            tier.group,
         )
         for tier in (config.storage.places if tiers is None else tiers)
     ]
@@ -157,8 +185,30 @@ def _of_facts(facts: Mapping[str, Any]) -> WantedTarget | None:
     except (OSError, ValueError):  # no path of this system
         return None
     return WantedTarget(
-        real, name, cast("int | None", capacity), cast("int", reserve), cast("_DirectIO", direct_io)
+        real,
+        name,
+        cast("int | None", capacity),
+        cast("int", reserve),
+        cast("_DirectIO", direct_io),
+        **_special(facts),
     )
+
+
+def _special(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a store says of a directory that is not like any other."""
+    out: dict[str, Any] = {}
+    if facts.get("type") in ("nfs", "ontap"):
+        out["kind"] = facts["type"]
+    if facts.get("protocol") in get_args(NfsProtocol):
+        out["protocol"] = facts["protocol"]
+    mount, mode, group = (facts.get(name) for name in ("mount", "file_mode", "group"))
+    if isinstance(mount, str) and os.path.isabs(mount) and "\0" not in mount:
+        out["mount"] = Path(mount)
+    if mode in (0o640, 0o660):
+        out["file_mode"] = mode
+    if isinstance(group, str) and group:
+        out["group"] = group
+    return out
 
 
 def _size(value: object) -> bool:
@@ -191,9 +241,22 @@ def merged(targets: Iterable[WantedTarget]) -> tuple[dict[Path, WantedTarget], l
         direct_io: _DirectIO = "off" if "off" in modes else "on" if "on" in modes else "auto"
         # What engines publish of a target says nothing of these two.
         eviction: _Eviction = "none" if "none" in (known.eviction, target.eviction) else "lru"
-        key = known.integrity_key or target.integrity_key
+        # The configuration comes first, and of a store's own it is known only what it says.
+        special = known if known.special else target
         chosen[target.path] = WantedTarget(
-            target.path, known.name, capacity, reserve, direct_io, eviction, key
+            target.path,
+            known.name,
+            capacity,
+            reserve,
+            direct_io,
+            eviction,
+            known.integrity_key or target.integrity_key,
+            known.max_age_s or target.max_age_s,
+            special.kind,
+            special.mount,
+            special.protocol,
+            special.file_mode,
+            special.group,
         )
         if (known.capacity, known.reserve) != (target.capacity, target.reserve):
             disagreements[target.path] = (

@@ -37,6 +37,10 @@ __all__ = ["RecordCheck"]
 _KINDS = {
     "corrupt": ("record-corrupt", "the stored bytes do not match their checksum"),
     "misplaced": ("record-misplaced", "outside the segment: it was cut, or the entry is wrong"),
+    "untrusted": (
+        "record-untrusted",
+        "not protected by the integrity key of its namespace: no engine that has the key wrote it",
+    ),
     "unreadable": ("record-unreadable", "the system reports an error for the stored bytes"),
 }
 
@@ -139,7 +143,13 @@ class RecordCheck:
             dead = usable & np.isin(codes(entries), buried)
             self._records.dead += int(dead.sum())
             usable &= ~dead
-        if not self._keyed:
+        if self._keyed:
+            planted = usable & (entries["algorithm"] != ALGORITHM_KEYED_BLAKE3)
+            for number in np.unique(entries["segment"][planted]).tolist():
+                mine = entries[planted & (entries["segment"] == number)]
+                self._bad(writer, self._segment(writer, number, segments), mine, "untrusted")
+            usable &= ~planted
+        else:
             usable &= ~self._note_keyed(writer, entries, usable)
         bad: list[tuple[_Segment, Entries, str]] = []
         expected = int(entries["stored_length"][records].sum(dtype=np.uint64))

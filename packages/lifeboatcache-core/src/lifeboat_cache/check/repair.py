@@ -29,8 +29,9 @@ from lifeboat_cache.targets.files import (
     open_file,
     read_document,
 )
-from lifeboat_cache.targets.layout import write_atomically, writer_alive
+from lifeboat_cache.targets.layout import write_atomically
 from lifeboat_cache.targets.segment_writer import SegmentWriter
+from lifeboat_cache.targets.writer_lock import writer_alive
 
 __all__ = [
     "Undertaker",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,8 +47,9 @@ from lifeboat_cache.targets.layout import (
     parse_name,
     segment_name,
     write_atomically,
-    writer_alive,
 )
+from lifeboat_cache.targets.server_clock import file_time
+from lifeboat_cache.targets.writer_lock import writer_alive
 
 __all__ = ["Survey", "Writer", "intact_document", "survey_namespace"]
 
@@ -233,7 +233,8 @@ def _header(path: Path, magic: bytes) -> Header:
 def _stranger(survey: Survey, entry: os.DirEntry[str]) -> None:
     if entry.name.startswith("."):
         try:
-            age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+            now = file_time(survey.directory.parent) or 0.0
+            age = now - entry.stat(follow_symlinks=False).st_mtime
         except OSError:
             return
         if entry.name.endswith(".tmp") and age > _STALE_S:

@@ -54,7 +54,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _purge(args: argparse.Namespace) -> int:
-    from lifeboat_cache.cli.store_commands import purge
+    from lifeboat_cache.cli.purge_command import purge
 
     return purge(args)
 
@@ -216,8 +216,10 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         "purge",
         _purge,
         "remove stored KV",
-        "Only what engines that have ended stored is removed, whole segments at a time; what is "
-        "left is listed with the reason.",
+        "On every target that is configured, enabled or not. Files of engines that have ended are "
+        "removed; blocks that lie among others, or in files of running engines, are declared "
+        "dead, and erased when the engines have let go of them, after half a minute (on mounts "
+        "that several hosts share, one and a half).",
     )
     which = purge.add_mutually_exclusive_group(required=True)
     which.add_argument(
@@ -227,10 +229,15 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         help="a namespace, or the start of its name; can be given several times",
     )
     which.add_argument("--all", action="store_true", help="all namespaces of all targets")
+    which.add_argument(
+        "--salt",
+        metavar="SALT",
+        help="what requests with this cache salt stored, where the adapter knows it (LMCache)",
+    )
     purge.add_argument(
         "--older-than",
         metavar="AGE",
-        help="only segments last written longer ago than this, for example 7d or 12h",
+        help="only what was stored longer ago than this, for example 7d or 12h",
     )
     purge.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     _yes(purge)

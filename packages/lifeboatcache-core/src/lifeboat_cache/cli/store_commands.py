@@ -1,4 +1,4 @@
-"""``lifeboat-cache ls`` and ``lifeboat-cache purge``."""
+"""``lifeboat-cache ls``, and what it shares with ``lifeboat-cache purge``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lifeboat_cache.cli.output import RefusedError, clean, confirm, show_time, table
+from lifeboat_cache.cli.output import RefusedError, clean, show_time, table
 from lifeboat_cache.config import Config, load_config
-from lifeboat_cache.config.units import format_size, parse_duration
+from lifeboat_cache.config.units import format_size
 from lifeboat_cache.errors import LifeboatError
-from lifeboat_cache.targets.base import NamespaceInfo, PurgeReport
+from lifeboat_cache.targets.base import NamespaceInfo
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
-__all__ = ["ls", "purge"]
+__all__ = ["SHORT", "Held", "held", "ls", "matching", "say_problems"]
 
-_SHORT = 12
+#: Digits of a digest that are shown.
+SHORT = 12
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """What one target holds; ``problem`` is set instead if it cannot be read."""
 
     target: FilesystemTarget
@@ -32,7 +33,7 @@ class _Held:
     problem: str = ""
 
 
-def _held(config: Config) -> Iterator[_Held]:
+def held(config: Config) -> Iterator[Held]:
     """Yield every configured target: one that was disabled still holds its data."""
     seen = set()
     for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
@@ -41,33 +42,34 @@ def _held(config: Config) -> Iterator[_Held]:
         seen.add(tier.path)
         target = FilesystemTarget.from_tier(tier)
         try:
-            yield _Held(target, tier.enabled, tuple(target.namespaces()))
+            yield Held(target, tier.enabled, tuple(target.namespaces()))
         except LifeboatError as error:
-            yield _Held(target, tier.enabled, (), str(error))
+            yield Held(target, tier.enabled, (), str(error))
 
 
 def ls(args: argparse.Namespace) -> int:
     """Show what is stored."""
-    held = list(_held(load_config(args.config).config))
+    found = list(held(load_config(args.config).config))
     if args.namespace is not None:
-        print(json.dumps(_one(held, args.namespace), indent=2))
+        print(json.dumps(_one(found, args.namespace), indent=2))
         return 0
     if args.json:
-        document = {"targets": [_target_json(item) for item in held]}
+        document = {"targets": [_target_json(item) for item in found]}
         print(json.dumps(document, indent=2))
     else:
-        print("\n\n".join(map(_target_text, held)))
-    return _say_problems(held)
+        print("\n\n".join(map(_target_text, found)))
+    return say_problems(found)
 
 
-def _say_problems(held: list[_Held]) -> int:
-    for item in held:
+def say_problems(targets: list[Held]) -> int:
+    """Say which targets cannot be read; the exit code."""
+    for item in targets:
         if item.problem:
             print(f"lifeboat-cache: error: {item.target.name}: {item.problem}", file=sys.stderr)
-    return 2 if any(item.problem for item in held) else 0
+    return 2 if any(item.problem for item in targets) else 0
 
 
-def _target_json(item: _Held) -> dict[str, Any]:
+def _target_json(item: Held) -> dict[str, Any]:
     there = not item.problem and os.path.isdir(item.target.location)
     return {
         "name": item.target.name,
@@ -92,7 +94,7 @@ def _namespace_json(info: NamespaceInfo) -> dict[str, Any]:
     }
 
 
-def _target_text(item: _Held) -> str:
+def _target_text(item: Held) -> str:
     head = f"{item.target.name}{'' if item.enabled else ' (disabled)'}: {item.target.location}"
     if item.problem:
         return f"{head}\n  cannot be read, see below"
@@ -109,7 +111,7 @@ def _target_text(item: _Held) -> str:
         alive = sum(writer.alive for writer in info.writers)
         rows.append(
             (
-                info.digest[:_SHORT],
+                info.digest[:SHORT],
                 *(value or "-" for value in _facts(info).values()),
                 info.blocks,
                 format_size(info.bytes),
@@ -120,7 +122,7 @@ def _target_text(item: _Held) -> str:
         )
     lines = [head, table((*names, "CREATED", "LAST USED"), rows, "  ")]
     lines += [
-        f"  {info.digest[:_SHORT]}: {clean(problem)}"
+        f"  {info.digest[:SHORT]}: {clean(problem)}"
         for info in item.namespaces
         for problem in info.problems
     ]
@@ -145,14 +147,14 @@ def _fact(info: NamespaceInfo, name: str) -> str:
     return ""
 
 
-def _matching(held: list[_Held], prefix: str) -> str:
+def matching(targets: list[Held], prefix: str) -> str:
     """Return the digest that a prefix means."""
     wanted = prefix.lower()
     # One whose document is damaged is only known by its directory, the head of its digest.
     found = sorted(
         {
             info.digest
-            for item in held
+            for item in targets
             for info in item.namespaces
             if info.digest.startswith(wanted) or wanted.startswith(info.digest)
         }
@@ -162,15 +164,18 @@ def _matching(held: list[_Held], prefix: str) -> str:
             f"no namespace starts with {prefix!r}. The namespaces are listed by: lifeboat-cache ls"
         )
     if any(not other.startswith(found[0][:32]) for other in found):
-        names = ", ".join(digest[: max(_SHORT, len(wanted) + 4)] for digest in found)
+        names = ", ".join(digest[: max(SHORT, len(wanted) + 4)] for digest in found)
         raise RefusedError(f"{prefix!r} is the start of {names}. Write more of the one you mean.")
     return found[-1]
 
 
-def _one(held: list[_Held], prefix: str) -> dict[str, Any]:
-    digest = _matching(held, prefix)
+def _one(targets: list[Held], prefix: str) -> dict[str, Any]:
+    digest = matching(targets, prefix)
     holders = [
-        (item, info) for item in held for info in item.namespaces if info.digest[:32] == digest[:32]
+        (item, info)
+        for item in targets
+        for info in item.namespaces
+        if info.digest[:32] == digest[:32]
     ]
     _, first = next((pair for pair in holders if pair[1].digest == digest), holders[0])
     return {
@@ -186,61 +191,3 @@ def _one(held: list[_Held], prefix: str) -> dict[str, Any]:
             for item, info in holders
         ],
     }
-
-
-def purge(args: argparse.Namespace) -> int:
-    """Remove what dead writers stored."""
-    older_than_s = None if args.older_than is None else _age(args.older_than)
-    held = list(_held(load_config(args.config).config))
-    if args.all:
-        wanted = {info.digest[:32] for item in held for info in item.namespaces}
-    else:
-        wanted = {_matching(held, prefix)[:32] for prefix in args.namespace}
-    chosen = [
-        (item.target, info)
-        for item in held
-        for info in item.namespaces
-        if info.digest[:32] in wanted
-    ]
-    plans = [
-        (target, info, target.purge(info.digest, older_than_s=older_than_s, dry_run=True))
-        for target, info in chosen
-    ]
-    if args.dry_run:
-        _report(plans, "would remove")
-        return _say_problems(held)
-    total = sum(report.bytes for _, _, report in plans)
-    files = sum(report.files for _, _, report in plans)
-    # A namespace that holds nothing any more is only a directory: tidied up unasked.
-    if files:
-        _report(plans, "will remove")
-        if not confirm(f"Remove {files} files, {format_size(total)}?", yes=args.yes):
-            print("Nothing was removed.")
-            return 1
-    done = [
-        (target, info, target.purge(info.digest, older_than_s=older_than_s))
-        for target, info in chosen
-    ]
-    _report(done, "removed")
-    return _say_problems(held)
-
-
-def _age(text: str) -> float:
-    if text[-1:].isdigit():
-        raise RefusedError(f"--older-than {text}: of what? Add a unit, for example 7d or 12h.")
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise RefusedError(f"--older-than: {error}. Write for example 7d or 12h.") from None
-
-
-def _report(reports: list[tuple[FilesystemTarget, NamespaceInfo, PurgeReport]], verb: str) -> None:
-    if not reports:
-        print("Nothing is stored.")
-    for target, info, report in reports:
-        print(
-            f"{target.name} {info.digest[:_SHORT]}: {verb} {report.files} files, "
-            f"{report.blocks} blocks, {format_size(report.bytes)}"
-        )
-        for writer, reason in report.kept:
-            print(f"  left writer {writer[:_SHORT]}: {clean(reason)}")

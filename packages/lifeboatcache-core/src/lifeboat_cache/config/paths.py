@@ -19,6 +19,8 @@ ENV_CONFIG = "LIFEBOAT_CACHE_CONFIG"
 ENV_HOME = "LIFEBOAT_CACHE_HOME"
 #: Overrides ``security.namespace_salt``.
 ENV_SALT = "LIFEBOAT_CACHE_NAMESPACE_SALT"
+#: Overrides ``security.integrity_key``.
+ENV_INTEGRITY_KEY = "LIFEBOAT_CACHE_INTEGRITY_KEY"
 #: The configuration file in the home directory.
 CONFIG_FILE_NAME = "lifeboat.yaml"
 

@@ -62,6 +62,8 @@ key by key; lists and single values replace those of the base.
 |---|---|
 | `LIFEBOAT_CACHE_CONFIG` | the configuration file |
 | `LIFEBOAT_CACHE_HOME` | the home directory, by default `~/.lifeboat_cache` |
+| `LIFEBOAT_CACHE_INTEGRITY_KEY` | the integrity key, 64 hexadecimal digits or more; overrides \
+`security.integrity_key` |
 | `LIFEBOAT_CACHE_NAMESPACE_SALT` | overrides `security.namespace_salt`; empty counts as not set |
 
 ## Keys

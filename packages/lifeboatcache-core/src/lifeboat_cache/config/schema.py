@@ -26,6 +26,7 @@ from lifeboat_cache.codecs.names import ALIASES, AUTO, CODEC_NAMES, CodecName
 from lifeboat_cache.config.nearest import nearest
 from lifeboat_cache.config.paths import Places
 from lifeboat_cache.config.units import (
+    AGE_EXAMPLES,
     DURATION_EXAMPLES,
     SIZE_EXAMPLES,
     parse_duration,
@@ -57,6 +58,7 @@ FALLBACK_NAME = "fallback_local"
 
 _MAX_GB = 1_000_000
 _MAX_WAIT_S = 600
+_MAX_AGE_S = 10 * 366 * 86400
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,14 @@ def _seconds(value: object) -> object:
     raise ValueError(f"{value!r} is not a duration")
 
 
+def _age(value: object) -> object:
+    # Whoever writes 30 may mean days, and would lose what is older than half a minute.
+    plain = str(value).strip() if isinstance(value, (int, float, str)) else ""
+    if plain[-1:].isdigit() and float(plain) != 0 and not isinstance(value, bool):
+        raise ValueError(f"{value!r} has no unit")
+    return _seconds(value)
+
+
 def _switch(value: object) -> object:
     # YAML reads a bare on or off as a truth value.
     if isinstance(value, bool):
@@ -152,6 +162,17 @@ def _path(value: object, info: ValidationInfo) -> object:
     if not path.is_absolute():
         raise ValueError(f"{str(value)!r} is relative, and engines start in different directories")
     return path
+
+
+def _file_mode(value: object) -> object:
+    # YAML reads 0660 as an octal number, and 660 as a decimal one.
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"0{value}" if value in (600, 640, 660) else f"{value:04o}"
+    return value
+
+
+def _group(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _items(value: object) -> object:
@@ -232,13 +253,55 @@ class Tier(Section):
         ),
     ] = Field(description="How the tier is called in logs, metrics and commands.")
     type: Annotated[
-        Literal["filesystem"],
-        Key(allowed="filesystem (the only type of this version)", example="filesystem"),
-    ] = Field(description="What kind of storage the tier is. `filesystem`: a directory.")
+        Literal["filesystem", "nfs", "ontap"],
+        Key(allowed="filesystem, nfs or ontap", example="filesystem"),
+    ] = Field(
+        description="What kind of storage the tier is. `filesystem`: a directory. `nfs`: a "
+        "directory on an NFS mount, which other hosts may use too. `ontap`: the same on a volume "
+        "of NetApp ONTAP."
+    )
     enabled: _Switch = Field(
         default=True, description="Whether the tier is used. Its data stays where it is."
     )
     path: _Path = Field(description="The directory. Made on first use, readable by its owner only.")
+    mount: _Path | None = Field(
+        default=None,
+        description="The mount point that `path` is on. While nothing is mounted there the tier is "
+        "not usable, and nothing is written into the empty directory beneath.",
+    )
+    protocol: (
+        Annotated[
+            Literal["nfs", "pnfs", "pnfs_rdma"],
+            Key(allowed="nfs, pnfs or pnfs_rdma", example="nfs"),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="How the mount is meant to be: `nfs`: NFS of any version from 3 on. `pnfs`: "
+        "version 4.1 or later with a layout driver. `pnfs_rdma`: the same over RDMA. What is "
+        "mounted otherwise is used, and `lifeboat-cache doctor` and `status` say what to change.",
+    )
+    file_mode: Annotated[
+        Literal["0600", "0640", "0660"],
+        BeforeValidator(_file_mode),
+        Key(allowed="0600, 0640 or 0660", example='"0600"'),
+    ] = Field(
+        default="0600",
+        description="Of the files that are made here. `0660`: all users of `group` may share "
+        "them; each of them needs that to store, evict and delete. Directories follow.",
+    )
+    group: (
+        Annotated[
+            str,
+            BeforeValidator(_group),
+            Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$"),
+            Key(allowed="the name or number of a group", example="kvcache"),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="The group of the files that are made here. The process must be a member.",
+    )
     capacity_gb: _Capacity | None = Field(
         default=None,
         description="The most that all engines together keep here. Without it only "
@@ -296,6 +359,11 @@ class Tier(Section):
         return None if limit is None else limit * 1e9 / 8
 
     @property
+    def file_mode_bits(self) -> int:
+        """The mode of files as a number."""
+        return int(self.file_mode, 8)
+
+    @property
     def capacity_bytes(self) -> int | None:
         """The capacity in bytes, or None for no limit of its own."""
         return None if self.capacity_gb is None else round(self.capacity_gb * 1e9)
@@ -345,6 +413,10 @@ class FallbackLocal(Section):
             type="filesystem",
             enabled=self.enabled,
             path=self.path,
+            mount=None,
+            protocol=None,
+            file_mode="0600",
+            group=None,
             capacity_gb=self.capacity_gb,
             min_free_gb=self.min_free_gb,
             direct_io="auto",
@@ -409,7 +481,7 @@ class Storage(Section):
 
 
 class Eviction(Section):
-    """What happens when a place is full."""
+    """What happens when a place is full, and how long blocks are kept."""
 
     policy: Annotated[
         Literal["lru", "none"],
@@ -419,6 +491,20 @@ class Eviction(Section):
         description="`lru`: blocks that were used least recently make room, whole prefixes from "
         "their end; a block counts as used when one behind it is. `none`: nothing makes room, and "
         "a place that is full takes no new blocks; what was deleted is reclaimed all the same.",
+    )
+    max_age: Annotated[
+        float,
+        BeforeValidator(_age),
+        Field(ge=0, le=_MAX_AGE_S, allow_inf_nan=False),
+        Key(
+            allowed=f"0, or up to 10 years with a unit: {AGE_EXAMPLES}",
+            example="30d",
+            restart=False,
+        ),
+    ] = Field(
+        default=0.0,
+        description="Blocks that were stored longer ago are deleted by the agent, used or not. 0: "
+        "they stay until room is needed.",
     )
 
 
@@ -432,7 +518,7 @@ class Rungs(Section):
 
     local: _Codec = Field(
         default="fp8",
-        description="For targets of type `filesystem`. `raw`, `lossless` and `dense` (smaller, "
+        description="For all targets of this version. `raw`, `lossless` and `dense` (smaller, "
         "slower) are exact. `fp8` takes half the space, `lbq4`, `lbq3` and `lbq2` about 4, 3 and "
         "2 bits per value. `auto`: of `raw`, `lossless`, `dense`, `fp8` and `lbq4` the one that "
         "restores fastest here, measured; `lifeboat-cache status` says which and why.",
@@ -554,7 +640,8 @@ class Security(Section):
         description="A file of mode 0600 with 32 random bytes or more, or 64 hexadecimal digits or "
         "more. With it stored KV is protected against tampering: checksums are keyed (BLAKE3, "
         "slower than the default, which guards against accidents only), and only engines with the "
-        "same key share KV. Make one with: `(umask 077; openssl rand -hex 32 > FILE)`.",
+        "same key share KV. Make one with: `(umask 077; openssl rand -hex 32 > FILE)`. The "
+        "environment variable `LIFEBOAT_CACHE_INTEGRITY_KEY` overrides it.",
     )
 
     @property

@@ -11,6 +11,7 @@ import re
 from decimal import Decimal
 
 __all__ = [
+    "AGE_EXAMPLES",
     "DURATION_EXAMPLES",
     "SIZE_EXAMPLES",
     "format_duration",
@@ -23,6 +24,8 @@ __all__ = [
 SIZE_EXAMPLES = "200G, 1.5T, 500 MB or 1Gi"
 #: What to show somebody who wrote a duration that does not parse.
 DURATION_EXAMPLES = "5s, 250ms or 2m"
+#: The same for one that counts in days rather than seconds.
+AGE_EXAMPLES = "30d, 12h or 90m"
 
 _SIZE_UNITS = {
     "k": 10**3,

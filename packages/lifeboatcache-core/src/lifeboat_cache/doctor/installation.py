@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lifeboat_cache.config import Config
+from lifeboat_cache.config.paths import ENV_INTEGRITY_KEY
 from lifeboat_cache.doctor.check import Check, DoctorContext
 from lifeboat_cache.errors import ConfigError
 from lifeboat_cache.integrity import configured_integrity_key
@@ -90,7 +91,9 @@ def _check_integrity_key(config: Config) -> Iterator[Check]:
         yield Check(name, "fail", summary, remedy)
         return
     if key is not None:
-        yield Check(name, "ok", f"{config.security.integrity_key} holds the key {key.id}")
+        where = ENV_INTEGRITY_KEY if os.environ.get(ENV_INTEGRITY_KEY) else None
+        where = where or str(config.security.integrity_key)
+        yield Check(name, "ok", f"{where} holds the key {key.id}")
 
 
 def check_kernels(context: DoctorContext) -> Check:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lifeboat_cache.config import Tier
 from lifeboat_cache.config.units import format_size
@@ -83,10 +84,39 @@ class _Place:
 
 
 def _check_tier(name: str, tier: Tier) -> list[Check]:
+    mount = list(_mount(name, tier))
+    if any(check.status == "fail" for check in mount):
+        return mount  # what is beneath is of no interest
     place, first = _writable(name, tier)
     if place is None:
-        return [first]
-    return [first, _space(name, tier, place), _direct(name, tier, place), _durable(name, place)]
+        return [*mount, first]
+    return [
+        *mount,
+        first,
+        _space(name, tier, place),
+        _direct(name, tier, place),
+        _durable(name, tier, place),
+    ]
+
+
+def _mount(name: str, tier: Tier) -> Iterator[Check]:
+    """What is mounted where the tier is, against what it should be."""
+    name = f"{name}: mount"
+    target = FilesystemTarget.from_tier(tier)
+    try:
+        target.prepare()
+    except TargetError as error:
+        yield Check(name, "fail", str(error), "See above; then run the doctor again.")
+        return
+    findings = target.mount_findings()
+    notes = tuple(finding.text for finding in findings if finding.level == "note")
+    wrong = [finding for finding in findings if finding.level != "note"]
+    for finding in wrong:
+        status: Literal["fail", "warn"] = "fail" if finding.level == "fail" else "warn"
+        yield Check(name, status, finding.text, finding.remedy, notes)
+    if findings and not wrong:
+        asked = tier.protocol or "nfs"
+        yield Check(name, "ok", f"{tier.path} is mounted as {asked} should be", details=notes)
 
 
 def _place(path: Path) -> _Place:
@@ -201,7 +231,7 @@ def _direct(name: str, tier: Tier, place: _Place) -> Check:
     )
 
 
-def _durable(name: str, place: _Place) -> Check:
+def _durable(name: str, tier: Tier, place: _Place) -> Check:
     name = f"{name}: file system"
     mount = mount_of(place.directory)
     if mount is None:
@@ -222,12 +252,12 @@ def _durable(name: str, place: _Place) -> Check:
             f"{where}: memory, its data is lost at the next boot and takes memory from the engine",
             "Choose a path on a disk.",
         )
-    if kind in ("network", "fuse"):
+    if kind in ("network", "fuse") and tier.type == "filesystem":
         what = "a network file system" if kind == "network" else "a user-space file system"
         return Check(
             name,
             "warn",
             f"{where}: {what}; if it hangs, engine threads that use it hang too",
-            "Choose a path on a local disk.",
+            "Choose a path on a local disk, or set the type to nfs if it is one.",
         )
     return Check(name, "ok", where)

@@ -5,5 +5,6 @@ from __future__ import annotations
 from lifeboat_cache.janitor.janitor import Janitor
 from lifeboat_cache.janitor.policy import JanitorClock, JanitorPolicy
 from lifeboat_cache.janitor.report import JanitorReport
+from lifeboat_cache.janitor.selection import Purged, Selection
 
-__all__ = ["Janitor", "JanitorClock", "JanitorPolicy", "JanitorReport"]
+__all__ = ["Janitor", "JanitorClock", "JanitorPolicy", "JanitorReport", "Purged", "Selection"]

@@ -25,8 +25,17 @@ from lifeboat_cache.janitor.journal_follower import JournalFollower
 from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.janitor.rows import Census, Rows
 from lifeboat_cache.store.records import readable
-from lifeboat_cache.targets.files import GONE, close_file, is_gone, open_file, read_range
-from lifeboat_cache.targets.layout import SUMMARY_WRITER, parse_name, segment_name, writer_alive
+from lifeboat_cache.targets.files import (
+    GONE,
+    close_file,
+    is_gone,
+    open_file,
+    read_range,
+    refresh_attributes,
+)
+from lifeboat_cache.targets.layout import SILLY_RENAMES, SUMMARY_WRITER, parse_name, segment_name
+from lifeboat_cache.targets.traits import traits_of
+from lifeboat_cache.targets.writer_lock import writer_alive
 
 __all__ = ["Catalogue", "Segment", "Writer"]
 
@@ -41,6 +50,13 @@ _MAGIC = {
 }
 
 _SUMMARY = SUMMARY_WRITER.hex()
+
+#: A record may be this much younger than the last look at its file.
+_SLACK_S = 60
+_LATEST = (1 << 32) - 1
+
+#: What a host had flushed when it died is seen by others after so many seconds at the latest.
+_VISIBLE_S = 60.0
 
 #: No segment has so many records; a bitmap of 2 MiB would be needed for them.
 _MOST_SLOTS = 1 << 24
@@ -68,6 +84,8 @@ class Segment:
         Why it may not be changed (its header is damaged, or not ours), or empty.
     trimmed
         Whether it was cut behind its last record.
+    written
+        When it was written to, by the clock of its files.
     """
 
     writer: Writer
@@ -79,6 +97,7 @@ class Segment:
     sealed_at: float = 0.0
     untouchable: str = ""
     trimmed: bool = False
+    written: float = 0.0
 
     @property
     def path(self) -> Path:
@@ -116,6 +135,8 @@ class Writer:
     alive: bool = True
     untouchable: str = ""
     complete: bool = False
+    #: Since when (monotonic) it is known to be dead, 0 = it is not.
+    dead_since: float = 0.0
     segments: dict[int, Segment] = field(default_factory=dict)
     #: Files by kind (journal, lock, access) and dead bitmaps by number.
     files: set[str] = field(default_factory=set)
@@ -194,10 +215,15 @@ class Catalogue:
         """
         allocated = 0
         there: dict[str, dict[str, os.stat_result]] = {}
+        shared = traits_of(self.directory).shared
+        if shared:
+            refresh_attributes(self.directory)
         unknown: set[str] = set()
         with os.scandir(self.directory) as listing:
             entries = list(listing)
         for entry in entries:
+            if shared:
+                refresh_attributes(entry.path)
             try:
                 stat = entry.stat(follow_symlinks=False)
             except OSError as error:
@@ -205,6 +231,8 @@ class Catalogue:
                 parsed = parse_name(entry.name)
                 if error.errno not in GONE and parsed is not None:
                     unknown.add(parsed.writer)
+                continue
+            if entry.name.startswith(SILLY_RENAMES):
                 continue
             allocated += stat.st_blocks * 512
             parsed = parse_name(entry.name)
@@ -239,7 +267,7 @@ class Catalogue:
             writer = self.writers[name] = Writer(self.directory, name)
         if writer.alive:
             # Before its journal is read: what a dead writer left is final.
-            writer.alive = writer_alive(self.directory, name)
+            writer.alive = not self._ended(writer)
         writer.files = set()
         writer.bitmaps = {}
         numbers = set()
@@ -270,6 +298,17 @@ class Catalogue:
         if not writer.untouchable:
             self._follow(writer, report)
 
+    def _ended(self, writer: Writer) -> bool:
+        """Whether a writer is dead, and all that it has written can be seen."""
+        if writer_alive(self.directory, writer.name):
+            writer.dead_since = 0.0
+            return False
+        now = self._monotonic()
+        if not writer.dead_since:
+            writer.dead_since = max(now, 1e-9)
+        shared = traits_of(self.directory).shared
+        return not shared or now - writer.dead_since >= _VISIBLE_S
+
     def _note_segment(self, writer: Writer, number: int, stat: os.stat_result) -> None:
         segment = writer.segments.get(number)
         if segment is None:
@@ -277,6 +316,7 @@ class Catalogue:
             segment = writer.segments[number] = Segment(writer, number, bitmap)
         segment.allocated = stat.st_blocks * 512
         segment.size = stat.st_size
+        segment.written = stat.st_mtime
 
     def _judge(self, file: str, kind: str) -> tuple[str, bool]:
         """Why a file must not be touched, or empty; and whether that holds for its writer."""
@@ -353,7 +393,9 @@ class Catalogue:
                 self._note_segment(writer, number, stat)
                 segment = writer.segments[number]
             mine = records & (entries["segment"] == number)
-            segment.rows.add(entries[mine], numbers[mine])
+            # The file's clock is nobody's of those whose clocks disagree.
+            latest = min(max(int(segment.written) + _SLACK_S, 0), _LATEST)
+            segment.rows.add(entries[mine], numbers[mine], latest)
         buried = entries[tombs]
         for owner, number, slot in zip(
             buried["payload_checksum"].tolist(),

@@ -286,6 +286,8 @@ class _Copier:
                 allowance=self._allowance,
             )
         chosen = entries[kept].copy()
+        # What a wrong clock has put into the future would get away with it in a new file.
+        chosen["time"] = np.minimum(chosen["time"], segment.rows.array["born"][part[kept]])
         old = chosen["slot"].tolist()
         used = segment.rows.array["used"][part[kept]].tolist()
         outcomes = self._writer.append(

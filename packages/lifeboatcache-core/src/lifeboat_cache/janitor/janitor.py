@@ -22,12 +22,23 @@ from lifeboat_cache.janitor.catalogue import Catalogue, Segment, Writer
 from lifeboat_cache.janitor.copying import copy_segments
 from lifeboat_cache.janitor.eviction import choose_victims
 from lifeboat_cache.janitor.kinship import kinship
+from lifeboat_cache.janitor.lease import JanitorLease
 from lifeboat_cache.janitor.policy import JanitorClock, JanitorPolicy
-from lifeboat_cache.janitor.reclaim import dead_runs, punch, remove_segment, trim
+from lifeboat_cache.janitor.reclaim import (
+    Hole,
+    dead_runs,
+    erase,
+    note_holes,
+    punch,
+    remove_segment,
+    trim,
+)
 from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.janitor.rows import Bools, padded
+from lifeboat_cache.janitor.selection import Purged, Selection
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.direct import ALIGNMENT
 from lifeboat_cache.targets.files import close_file, is_gone, open_file, read_document
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import (
@@ -39,6 +50,8 @@ from lifeboat_cache.targets.layout import (
     write_atomically,
 )
 from lifeboat_cache.targets.published_usage import publish_usage
+from lifeboat_cache.targets.server_clock import file_time
+from lifeboat_cache.targets.traits import owned
 
 __all__ = ["Janitor"]
 
@@ -118,6 +131,7 @@ class Janitor:
         self._on_step = on_step
         self._namespaces: dict[str, _Namespace] = {}
         self._lock_fd = -1
+        self._lease = JanitorLease(self._root)
         self._report = JanitorReport()
         self._now = 0.0
         self._rate = 0.0
@@ -146,6 +160,7 @@ class Janitor:
             capacity=self._target.capacity, reserve=self._target.reserve
         )
         self._now = started = max(self._clock.monotonic(), 1e-9)
+        self._target.prepare()
         if not check_root(self._root, create=False):
             return report
         if not dry_run and not self._take_lock():
@@ -162,6 +177,7 @@ class Janitor:
         """Forget everything. Nothing needs to be written."""
         self._namespaces.clear()
         self._drop_lock()
+        self._lease.release()
 
     def _run(self, dry_run: bool) -> None:
         report = self._report
@@ -170,6 +186,7 @@ class Janitor:
         report.used_before = self._used()
         if not dry_run:
             self._bury()
+            self._expire()
             self._reclaim()
         self._evict(dry_run)
         if dry_run:
@@ -183,6 +200,7 @@ class Janitor:
         self._publish()
 
     def _step(self, name: str) -> None:
+        self._lease.beat()
         if self._on_step is not None:
             self._on_step(name)
 
@@ -190,8 +208,14 @@ class Janitor:
 
     def _take_lock(self) -> bool:
         """Whether no other janitor is at work, as far as that can be known."""
+        if self._target.shared:
+            self._report.holder = self._lease.take()
+            if self._report.holder:
+                return False
         try:
             self._lock_fd = open_file(self._root / JANITOR_LOCK, os.O_CREAT | os.O_RDWR, FILE_MODE)
+            with contextlib.suppress(OSError):  # of another user, who made it as it should be
+                owned(self._lock_fd, self._target.traits)
         except OSError as error:
             self._report.problem(JANITOR_LOCK, error)
             return True
@@ -385,6 +409,107 @@ class Janitor:
         writer = writers.get(owner)
         return writer is None or number not in writer.segments
 
+    def _there(self) -> float:
+        """The time as the files have it."""
+        now = file_time(self._root) if self._target.shared else self._clock.time()
+        return 0.0 if now is None else now
+
+    def _expire(self) -> None:
+        """Mark dead what was stored too long ago."""
+        if not self._policy.max_age_s:
+            return
+        self._step("expire")
+        chosen = self._choose_doomed(Selection(older_than_s=self._policy.max_age_s))
+        self._report.expired_blocks += self._doom(chosen)
+
+    def _choose_doomed(
+        self, selection: Selection, *, only_left: bool = False
+    ) -> list[tuple[Segment, Bools]]:
+        """Records that are selected and hold bytes, by segment.
+
+        ``only_left``: leave out what goes with the files that it lies in.
+        """
+        now = self._there()
+        out = []
+        for name, namespace in self._namespaces.items():
+            if not selection.concerns(name):
+                continue
+            for segment in namespace.catalogue.segments():
+                rows = segment.rows.array
+                chosen = selection.chosen(rows, now)
+                if (chosen & ~segment.rows.live()).any():
+                    note_holes(segment)
+                chosen &= ~rows["done"]
+                if only_left and not segment.writer.alive and bool(chosen.all()):
+                    continue
+                if chosen.any():
+                    out.append((segment, chosen))
+        return out
+
+    def _doom(self, doomed: list[tuple[Segment, Bools]]) -> int:
+        """Mark records dead and have their bytes erased; how many were alive."""
+        plan = _Plan()
+        for segment, chosen in doomed:
+            rows = segment.rows.array
+            rows["erase"] |= chosen
+            live = chosen & segment.rows.live()
+            plan.slots.append((segment, rows["slot"][live].astype(np.int64)))
+        return self._mark(plan)
+
+    def purge(
+        self,
+        selection: Selection,
+        *,
+        only_left: bool = False,
+        wait: Callable[[float], None] | None = None,
+    ) -> Purged:
+        """Have records go for good, also those of living writers.
+
+        Unlike a run it does not ask whose janitor is at work: two at once do no harm.
+
+        Parameters
+        ----------
+        selection
+            Which.
+        only_left
+            Leave out segments of ended writers that hold nothing else: somebody removes them.
+        wait
+            Waits so many seconds, until nobody reads these records any more; ``None`` = only
+            count them.
+
+        Raises
+        ------
+        LifeboatError
+            See :meth:`run_once`.
+        """
+        self._report = JanitorReport()
+        self._now = max(self._clock.monotonic(), 1e-9)
+        self._target.prepare()
+        purged = Purged()
+        if not check_root(self._root, create=False):
+            return purged
+        self._survey()
+        doomed = self._choose_doomed(selection, only_left=only_left)
+        for segment, chosen in doomed:
+            purged.blocks += int(chosen.sum())
+            purged.bytes += int(padded(segment.rows.array["stored"][chosen]).sum())
+        purged.problems = self._report.problems
+        if wait is None or not doomed:
+            return purged
+        self._doom(doomed)
+        wait(self._policy.grace_s + 1.0)
+        self._now = max(self._clock.monotonic(), 1e-9)
+        self._survey()
+        self._reclaim()
+        self._survey_again()
+        there = {id(segment) for segment in self._segments()}
+        purged.left = sum(
+            int((segment.rows.array["erase"] & ~segment.rows.array["done"]).sum())
+            for segment, _ in doomed
+            if id(segment) in there
+        )
+        return purged
+
     # Space --------------------------------------------------------------------
 
     def _ripe(self, segment: Segment) -> Bools:
@@ -428,20 +553,29 @@ class Janitor:
             self._report.removed_bytes += segment.allocated
             del writer.segments[segment.number]
             return segment.allocated
-        if self._no_holes or not ripe.any():
+        if not ripe.any():
             return 0
         ripe &= ~segment.rows.array["done"]
         least = self._least_hole(segment)
-        holes = dead_runs(segment, ripe, least)
-        if not holes or segment.allocated < segment.rows.live_bytes() + least:
-            return 0  # an earlier janitor has done it
-        if not self._confirmed(segment, ripe):
+        holes = [] if self._no_holes else dead_runs(segment, ripe, least)
+        if segment.allocated < segment.rows.live_bytes() + least:
+            holes = []  # an earlier janitor has done it
+        doomed = dead_runs(segment, ripe & segment.rows.array["erase"], ALIGNMENT)
+        if not (holes or doomed) or not self._confirmed(segment, ripe):
             return 0
         self._step("punch")
-        freed = punch(segment, holes)
-        if freed is None:
-            self._no_holes = True
-            return 0
+        return self._punch(segment, holes, doomed)
+
+    def _punch(self, segment: Segment, holes: list[Hole], doomed: list[Hole]) -> int:
+        """Punch runs out of a segment; what has to go is overwritten where that is not possible."""
+        freed = 0
+        for runs in (holes, doomed):
+            if runs and not self._no_holes:
+                punched = punch(segment, runs)
+                self._no_holes = punched is None
+                freed += punched or 0
+        if doomed and self._no_holes:
+            self._report.erased_bytes += erase(segment, doomed)
         self._report.punched_bytes += freed
         freed = min(freed, segment.allocated)
         segment.allocated -= freed

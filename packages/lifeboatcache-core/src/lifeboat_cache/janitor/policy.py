@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["JanitorClock", "JanitorPolicy"]
+__all__ = ["SHARED_GRACE_S", "JanitorClock", "JanitorPolicy"]
+
+#: The least grace on a directory that other hosts use too. They ask the server each time they
+#: look, every 2 s; what they have begun to load may take its time on a slow network.
+SHARED_GRACE_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class JanitorPolicy:
         The most that one run copies, for compaction and merging together.
     summary_s
         The summary of all access logs is written at most this often.
+    max_age_s
+        What was stored longer ago is marked dead, used or not; 0 = it stays.
     """
 
     eviction: Literal["lru", "none"] = "lru"
@@ -75,3 +81,8 @@ class JanitorPolicy:
     punch_bytes: int = 1 << 20
     copy_bytes: int = 1 << 30
     summary_s: float = 60.0
+    max_age_s: float = 0.0
+
+    def for_shared(self) -> JanitorPolicy:
+        """The same for a directory that other hosts use too: they learn of what is dead later."""
+        return replace(self, grace_s=max(self.grace_s, SHARED_GRACE_S))

@@ -13,14 +13,18 @@ import numpy.typing as npt
 from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.janitor.catalogue import Segment
 from lifeboat_cache.janitor.rows import Bools, padded
+from lifeboat_cache.targets.direct import write_from
 from lifeboat_cache.targets.files import close_file, cut_file, open_file
-from lifeboat_cache.targets.holes import punch_hole
+from lifeboat_cache.targets.holes import data_start, punch_hole
 from lifeboat_cache.targets.layout import segment_name
 
-__all__ = ["Hole", "dead_runs", "punch", "remove_segment", "trim"]
+__all__ = ["Hole", "dead_runs", "erase", "note_holes", "punch", "remove_segment", "trim"]
 
 #: One call punches at most this much: others who use the file wait for it.
 _PUNCH_BYTES = 8 << 20
+
+#: So many bytes are overwritten in one go.
+_ZEROS = 1 << 20
 
 #: One call cuts off at most this much.
 _CUT_BYTES = 16 << 20
@@ -91,6 +95,46 @@ def punch(segment: Segment, holes: list[Hole]) -> int | None:
     finally:
         close_file(fd)
     return total
+
+
+def erase(segment: Segment, runs: list[Hole]) -> int:
+    """Overwrite runs with zeros, where a filesystem has no holes; the bytes.
+
+    Raises ``OSError``.
+    """
+    total = 0
+    zeros = memoryview(bytes(_ZEROS))
+    fd = open_file(segment.path, os.O_WRONLY)
+    try:
+        for run in runs:
+            for at in range(run.start, run.end, _ZEROS):
+                write_from(fd, [zeros[: min(_ZEROS, run.end - at)]], at)
+            segment.rows.array["done"][run.rows] = True
+            total += run.end - run.start
+        os.fsync(fd)
+    finally:
+        close_file(fd)
+    return total
+
+
+def note_holes(segment: Segment) -> None:
+    """Note of which dead records an earlier janitor has given the space back."""
+    rows = segment.rows.array
+    dead = np.flatnonzero((rows["marked"] > 0) & ~rows["done"])
+    if not dead.shape[0]:
+        return
+    try:
+        fd = open_file(segment.path)
+    except OSError:
+        return  # whoever goes on finds out why
+    try:
+        ends = rows["offset"][dead].astype(np.int64) + padded(rows["stored"][dead])
+        for row, end in zip(dead.tolist(), ends.tolist(), strict=True):
+            rows["done"][row] = data_start(fd, int(rows["offset"][row])) >= end
+    except OSError:
+        return
+    finally:
+        close_file(fd)
 
 
 def remove_segment(segment: Segment) -> None:

@@ -35,6 +35,10 @@ class JanitorReport:
         Marked dead to make room.
     buried_blocks
         Marked dead because a tombstone says so.
+    expired_blocks
+        Marked dead because they were older than ``eviction.max_age``.
+    erased_bytes
+        Overwritten because they had to go and the filesystem has no holes.
     corrupt_blocks
         Found corrupt when they were to be copied, and marked dead.
     punched_bytes
@@ -55,6 +59,8 @@ class JanitorReport:
         Writers left alone because a newer release wrote with their files.
     busy
         Nothing was done, because another janitor is at work.
+    holder
+        Whose janitor looks after the target instead, if it is another host's.
     seconds
         How long it took.
     problems
@@ -76,6 +82,8 @@ class JanitorReport:
     evicted_blocks: int = 0
     evicted_bytes: int = 0
     buried_blocks: int = 0
+    expired_blocks: int = 0
+    erased_bytes: int = 0
     corrupt_blocks: int = 0
     punched_bytes: int = 0
     segments_removed: int = 0
@@ -89,6 +97,7 @@ class JanitorReport:
     logs_folded: int = 0
     skipped_writers: int = 0
     busy: bool = False
+    holder: str = ""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 

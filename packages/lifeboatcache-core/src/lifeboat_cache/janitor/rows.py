@@ -12,25 +12,30 @@ from lifeboat_cache.targets.direct import ALIGNMENT
 
 __all__ = ["ROW", "Bools", "Census", "Rows", "padded"]
 
-#: 73 bytes a record. ``key`` holds the first 8 bytes; ``entry`` is the number of the
+#: 86 bytes a record. ``key`` holds the first 8 bytes; ``entry`` is the number of the
 #: journal entry; ``marked`` is the monotonic time when the dead bit was first seen,
-#: 0 = alive; ``done`` says that the space was given back.
+#: 0 = alive; ``born`` is when it was stored, as far as the clock of whoever stored it is to
+#: be believed; ``done`` says that the space was given back, and ``erase`` that its bytes have
+#: to go, however few they are.
 ROW = np.dtype(
     [
         ("key", "<u8"),
         ("offset", "<u8"),
         ("family", "<u8"),
         ("parent", "<u8"),
+        ("salt", "<u8"),
         ("marked", "<f8"),
         ("slot", "<u4"),
         ("stored", "<u4"),
         ("raw", "<u4"),
         ("position", "<u4"),
         ("time", "<u4"),
+        ("born", "<u4"),
         ("used", "<u4"),
         ("entry", "<u4"),
         ("codec", "u1"),
         ("done", "?"),
+        ("erase", "?"),
     ]
 )
 
@@ -38,6 +43,8 @@ ROW = np.dtype(
 Census = dict[int, tuple[int, int, int]]
 
 Bools = npt.NDArray[np.bool_]
+
+_LATEST = (1 << 32) - 1
 
 
 def padded(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -65,7 +72,7 @@ class Rows:
         """``ROW`` array of all rows; changes to it stay."""
         return self._array[: self._count]
 
-    def add(self, entries: Entries, numbers: npt.NDArray[np.int64]) -> None:
+    def add(self, entries: Entries, numbers: npt.NDArray[np.int64], latest: int = _LATEST) -> None:
         """Take in journal entries of records of this segment.
 
         Parameters
@@ -74,6 +81,8 @@ class Rows:
             ``ENTRY`` array ``(n,)``.
         numbers
             Their numbers in the journal.
+        latest
+            None of them was stored later than that, whatever they say.
         """
         count = entries.shape[0]
         if self._count + count > self._array.shape[0]:
@@ -89,6 +98,7 @@ class Rows:
             ("offset", "offset"),
             ("family", "family"),
             ("parent", "parent"),
+            ("salt", "salt"),
             ("slot", "slot"),
             ("stored", "stored_length"),
             ("raw", "raw_length"),
@@ -98,6 +108,7 @@ class Rows:
             ("used", "time"),
         ):
             new[name] = entries[source]
+        new["born"] = np.minimum(entries["time"], np.uint32(latest))
         new["entry"] = numbers
         self._count += count
         self._order = None

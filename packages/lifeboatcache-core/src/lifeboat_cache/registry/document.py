@@ -9,7 +9,8 @@ A store's document::
     target      {name, location, capacity_bytes, reserve_bytes, direct_io}: where new blocks
                 go first, once known
     targets     [{name, location, capacity_bytes, reserve_bytes, direct_io, type, rung, state,
-                  reason, writing, blocks, queue}, …]: all of them, in order
+                  reason, writing, blocks, queue}, …]: all of them, in order; if they are not
+                as usual with {mount, protocol, file_mode, group}
     index       {blocks}
     queue       {jobs, pending_bytes, limit_bytes}
     recovery    {done, blocks, seconds, bad_entries}

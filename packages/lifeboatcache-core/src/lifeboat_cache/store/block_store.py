@@ -43,6 +43,7 @@ from lifeboat_cache.store.records import (
     servable,
     tombstones,
     tombstones_at,
+    untrusted,
     void,
 )
 from lifeboat_cache.store.staging import Staging, StagingArea
@@ -214,6 +215,7 @@ class BlockStore:
                 direct_io=getattr(target, "direct_io", "auto"),
                 queue=queue,
                 counters=counters,
+                facts=target.special,
             )
             for target in ([used] if used is not None else self._targets)
         ]
@@ -880,6 +882,7 @@ class BlockStore:
             places: Places = task.detail[bad]
             outcomes = task.outcomes[bad]
             wrong = np.flatnonzero(outcomes == Outcome.CORRUPT)
+            short = np.flatnonzero(outcomes == Outcome.MISSING)
             reader = self._reader
             if wrong.shape[0] and reader is not None:
                 dead = reader.declared_dead(
@@ -890,9 +893,23 @@ class BlockStore:
                     [slot for _, _, slot in places[wrong].rows()],
                 )
                 outcomes[wrong[np.array(dead, dtype=bool)]] = Outcome.MISSING
-                task.outcomes[bad] = outcomes
-            lost = np.flatnonzero(outcomes != Outcome.CANCELLED)
+                wrong = wrong[~np.array(dead, dtype=bool)]
+            doubted = self._doubted(places, np.concatenate((wrong, short)))
+            outcomes[doubted] = Outcome.MISSING
+            task.outcomes[bad] = outcomes
+            lost = np.flatnonzero((outcomes != Outcome.CANCELLED) & ~doubted)
             self._forget(places[lost], outcomes[lost])
+
+    def _doubted(self, places: Places, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of some records may only not be seen yet, as another host has just written them."""
+        doubted = np.zeros(places.slots.shape[0], dtype=bool)
+        reader = self._reader
+        if reader is not None:
+            for row, (writer, segment, slot) in zip(
+                rows.tolist(), places[rows].rows(), strict=True
+            ):
+                doubted[row] = reader.doubtful(self._index.writer_id(writer), segment, slot)
+        return doubted
 
     def _forget(self, places: Places, outcomes: npt.NDArray[np.uint8]) -> None:
         """Take records that could not be read out of the index; bury those that are wrong.
@@ -947,6 +964,7 @@ class BlockStore:
             flushed = time.monotonic()
             while not self._stop.wait(_TAIL_S):
                 self._load_kernels()
+                self._beat()
                 if self._shared_lookup:
                     self._follow(recovering=False)
                 self._forget_reclaimed()
@@ -1044,16 +1062,24 @@ class BlockStore:
             writer = self._writer
             if writer is not None and page.writer == writer.writer:
                 continue  # started just now; what it stores is in the index already
+            self._beat()
             usable = servable(page.entries, self._integrity_key, exact=self._policy.exact)
             self._index.insert(page.writer, page.entries[usable])
-            if page.bad:
-                self._counters.add(bad_entries=page.bad)
+            bad = page.bad + untrusted(page.entries, self._integrity_key)
+            if bad:
+                self._counters.add(bad_entries=bad)
             if self._stop.is_set():
                 return
             if recovering:
                 time.sleep(0)  # let go of the interpreter between pages
         if reader.complete:
             self._index.settled()
+
+    def _beat(self) -> None:
+        """Show other hosts that the writer lives."""
+        writer = self._writer
+        if writer is not None:
+            writer.beat()
 
     def _forget_reclaimed(self) -> None:
         """Take out of the index what a janitor or a purge has taken from storage."""

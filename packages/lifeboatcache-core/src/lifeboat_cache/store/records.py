@@ -25,6 +25,7 @@ __all__ = [
     "servable",
     "tombstones",
     "tombstones_at",
+    "untrusted",
     "void",
 ]
 
@@ -121,6 +122,14 @@ def servable(entries: Entries, key: bytes | None, *, exact: bool = False) -> npt
         (entries["kind"] == KIND_TOMBSTONE) | trusted
     )
     return usable
+
+
+def untrusted(entries: Entries, key: bytes | None) -> int:
+    """How many records an integrity key does not protect, although there is one."""
+    if key is None or not entries.shape[0]:
+        return 0
+    records = readable(entries) & (entries["kind"] == KIND_RECORD)
+    return int((records & ~np.isin(entries["algorithm"], list(usable_algorithms(key)))).sum())
 
 
 def tombstones(records: Sequence[Record]) -> Entries:

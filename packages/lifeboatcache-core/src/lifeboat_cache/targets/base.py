@@ -270,6 +270,13 @@ class TargetWriter(ABC):
         """Append an ``ACCESS`` array to this process's access log. Faults are swallowed."""
 
     @abstractmethod
+    def beat(self) -> None:
+        """Show other hosts that this writer lives, if that is to be shown. Faults are swallowed.
+
+        To be called every few seconds; sets :attr:`lost` when it could not for too long.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Finish and let go of every file. Idempotent."""
 
@@ -318,6 +325,14 @@ class TargetReader(ABC):
         after this process indexed it is missing, not corrupt.
         """
 
+    @abstractmethod
+    def doubtful(self, writer: bytes, segment: int, slot: int) -> bool:
+        """Whether a record that could not be read, or does not match, may only not be seen yet.
+
+        On mounts that other hosts write to: it is missing now, and may be there in a while. What
+        was read is forgotten, so that it is read anew.
+        """
+
     @property
     @abstractmethod
     def complete(self) -> bool:
@@ -353,6 +368,11 @@ class Target(ABC):
     @abstractmethod
     def location(self) -> str:
         """Where it is, for people."""
+
+    @property
+    def special(self) -> dict[str, object]:
+        """What else whoever looks after it must know: JSON values by name; empty as a rule."""
+        return {}
 
     @abstractmethod
     def probe(self) -> None:

@@ -8,13 +8,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lifeboat_cache.targets.files import refresh_attributes
 from lifeboat_cache.targets.layout import FileName, parse_name
+from lifeboat_cache.targets.traits import traits_of
 
 __all__ = ["DirectoryListing"]
 
 #: A directory that was changed is listed once more so many seconds later: it may have been
-#: changed again without another time of change, which has the resolution of a tick.
-_SETTLING_S = 1.0
+#: changed again without another time of change, which has the resolution of a tick (of two
+#: seconds, on some servers).
+_SETTLING_S = 3.0
 
 
 class DirectoryListing:
@@ -53,6 +56,8 @@ class DirectoryListing:
         bool
             Whether the directory could be read. One that does not exist is empty.
         """
+        if traits_of(self._directory).shared:
+            refresh_attributes(self._directory)
         try:
             stat = os.stat(self._directory)
             # Before it is listed: what changes meanwhile changes it once more.

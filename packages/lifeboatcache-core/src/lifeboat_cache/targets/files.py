@@ -7,11 +7,13 @@ than was asked for, and report errors of earlier writes when a file is closed.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "GONE",
@@ -24,6 +26,7 @@ __all__ = [
     "open_file",
     "read_document",
     "read_range",
+    "refresh_attributes",
 ]
 
 #: What the system says of a file that is not there. ESTALE: deleted by another NFS client.
@@ -37,6 +40,32 @@ _STRANGE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV})
 _MOST_BYTES = 64 << 20
 
 _late_errors = 0
+
+_AT_FDCWD = -100
+_AT_STATX_FORCE_SYNC = 0x2000
+_STATX_BASIC = 0x7FF
+_STATX_BYTES = 256
+
+
+def _find_statx() -> Any:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    if function is not None:
+        function.argtypes = [
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_int,
+            ctypes.c_uint,
+            ctypes.c_void_p,
+        ]
+        function.restype = ctypes.c_int
+    return function
+
+
+_statx = _find_statx()
+
+
+def _statx_room() -> Any:
+    return ctypes.create_string_buffer(_STATX_BYTES)
 
 
 class NotAFileError(OSError):
@@ -118,6 +147,16 @@ def read_document(path: str | Path, most: int = _MOST_BYTES) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, "it is too long for a file of LifeboatCache", str(path))
     return data
+
+
+def refresh_attributes(path: str | Path) -> None:
+    """Have the system ask the server how a file is, instead of remembering it.
+
+    For those that look at it afterwards. What cannot be asked stays as it was remembered;
+    faults are left to whoever looks.
+    """
+    if _statx is not None:
+        _statx(_AT_FDCWD, os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC, _statx_room())
 
 
 def is_gone(path: str | Path) -> bool:

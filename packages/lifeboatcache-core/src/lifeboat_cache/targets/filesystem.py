@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import logging
 import os
 import re
@@ -39,19 +40,29 @@ from lifeboat_cache.targets.files import (
 )
 from lifeboat_cache.targets.layout import (
     DEAD_GENERATION,
-    DIRECTORY_MODE,
+    SILLY_RENAMES,
     SUMMARY_WRITER,
     FileName,
     check_root,
-    lock_owner,
     parse_name,
     segment_name,
     write_atomically,
-    writer_alive,
+)
+from lifeboat_cache.targets.mounts import kind_of, mount_of
+from lifeboat_cache.targets.nfs_mount import (
+    MountFinding,
+    NfsProtocol,
+    examine,
+    find_mount,
+    nfs_stats,
+    require_mounted,
 )
 from lifeboat_cache.targets.published_usage import read_usage, used_now
 from lifeboat_cache.targets.segment_reader import SegmentReader
 from lifeboat_cache.targets.segment_writer import SegmentWriter
+from lifeboat_cache.targets.server_clock import file_time
+from lifeboat_cache.targets.traits import Traits, declare, make_directory
+from lifeboat_cache.targets.writer_lock import lock_owner, writer_alive
 
 __all__ = ["FilesystemTarget", "TierSettings"]
 
@@ -91,6 +102,16 @@ class TierSettings(Protocol):
     def min_free_bytes(self) -> int: ...
     @property
     def direct_io(self) -> Literal["auto", "on", "off"]: ...
+    @property
+    def type(self) -> Literal["filesystem", "nfs", "ontap"]: ...
+    @property
+    def mount(self) -> Path | None: ...
+    @property
+    def protocol(self) -> NfsProtocol | None: ...
+    @property
+    def file_mode_bits(self) -> int: ...
+    @property
+    def group(self) -> str | None: ...
 
 
 class FilesystemTarget(Target):
@@ -108,6 +129,15 @@ class FilesystemTarget(Target):
         Bytes that the filesystem must keep free.
     direct_io
         ``"auto"``: O_DIRECT where the filesystem takes it.
+    kind
+        As in ``storage.tiers[].type``. Of ``nfs`` and ``ontap`` it is known that other hosts
+        may use the directory too; of ``filesystem`` the kind of the mount says it.
+    mount
+        The mount point that it is on, without which it is not usable.
+    protocol
+        How that is meant to be mounted.
+    file_mode, group
+        Of files that are made there.
     """
 
     def __init__(
@@ -118,8 +148,19 @@ class FilesystemTarget(Target):
         capacity: int | None = None,
         reserve: int = 0,
         direct_io: Literal["auto", "on", "off"] = "auto",
+        kind: Literal["filesystem", "nfs", "ontap"] = "filesystem",
+        mount: Path | None = None,
+        protocol: NfsProtocol | None = None,
+        file_mode: int = 0o600,
+        group: str | None = None,
     ) -> None:
         self.name = name
+        self.type = kind
+        self.mount = mount
+        self.protocol = protocol
+        self.file_mode = file_mode
+        self.group = group
+        self._traits: Traits | None = None
         self._root = Path(root)
         self._capacity = capacity
         self._reserve = reserve
@@ -141,7 +182,88 @@ class FilesystemTarget(Target):
             capacity=tier.capacity_bytes,
             reserve=tier.min_free_bytes,
             direct_io=tier.direct_io,
+            kind=tier.type,
+            mount=tier.mount,
+            protocol=tier.protocol,
+            file_mode=tier.file_mode_bits,
+            group=tier.group,
         )
+
+    @property
+    def shared(self) -> bool:
+        """Whether other hosts may use the directory too."""
+        return self.traits.shared
+
+    @property
+    def traits(self) -> Traits:
+        """What is special about the directory. Found out at the first call.
+
+        Raises
+        ------
+        TargetError
+            If the group does not exist.
+        """
+        if self._traits is None:
+            shared = self.type != "filesystem"
+            if not shared:
+                mount = mount_of(self._root)
+                shared = mount is not None and kind_of(mount.type) in ("network", "fuse")
+            self._traits = Traits(shared, self.file_mode, self._find_group())
+            declare(self._root, self._traits)
+        return self._traits
+
+    def _find_group(self) -> int | None:
+        if self.group is None or self.group.isdigit():
+            return None if self.group is None else int(self.group)
+        try:
+            return grp.getgrnam(self.group).gr_gid
+        except KeyError as exc:
+            raise TargetError(
+                errno.ENOENT,
+                f"{self._root}: there is no group {self.group!r} on this host: create it, or set "
+                "the tier's group to its number",
+            ) from exc
+
+    def prepare(self) -> None:
+        """Before anything is done with the directory: see that it is what it should be.
+
+        Raises
+        ------
+        TargetError
+            If its mount is missing or another one, or its group unknown.
+        """
+        if self.mount is not None:
+            if not self._root.is_relative_to(self.mount):
+                raise TargetError(
+                    errno.EINVAL,
+                    f"{self._root} is not below {self.mount}: set the tier's mount to the mount "
+                    "point that its path is on",
+                )
+            require_mounted(self.mount)
+        _ = self.traits
+
+    @property
+    def special(self) -> dict[str, object]:
+        out: dict[str, object] = {}
+        if self.mount is not None:
+            out["mount"] = str(self.mount)
+        if self.protocol is not None:
+            out["protocol"] = self.protocol
+        if self.file_mode != 0o600:
+            out["file_mode"] = self.file_mode
+        if self.group is not None:
+            out["group"] = self.group
+        return out
+
+    def mount_findings(self) -> list[MountFinding]:
+        """How the mount is, against how it should be; nothing where no NFS is asked for."""
+        if self.type == "filesystem" and self.protocol is None:
+            return []
+        found = None if self.mount is None else find_mount(self.mount)
+        found = found or mount_of(self._root)
+        if found is None:
+            return []
+        return examine(self.type, self.protocol, found, nfs_stats(found.point))
 
     @property
     def location(self) -> str:
@@ -161,7 +283,11 @@ class FilesystemTarget(Target):
         return self._direct
 
     def probe(self) -> None:
-        check_root(self._root, create=True)
+        self.prepare()
+        try:
+            check_root(self._root, create=True)
+        except TargetError as exc:
+            raise self._explained(exc) from exc
         path = self._root / f".probe.{os.getpid()}.{os.urandom(4).hex()}.tmp"
         try:
             payload = os.urandom(HEADER_BYTES)
@@ -183,11 +309,39 @@ class FilesystemTarget(Target):
                 # What is there can still be loaded, and space may come back.
                 _log.warning("LifeboatCache: %s is full: nothing is stored there", self._root)
                 return
-            raise TargetError(
+            raise self._explained(exc) from exc
+
+    def _explained(self, exc: OSError) -> TargetError:
+        """An error that says what to do."""
+        if isinstance(exc, TargetError) and exc.errno not in (errno.EACCES, errno.EPERM):
+            return exc
+        if exc.errno == errno.ESTALE:
+            return TargetError(
                 exc.errno,
-                f"{self._root} is not writable ({exc.strerror}): choose another path, free space, "
-                "or correct its owner and mode",
-            ) from exc
+                f"{self._root} has gone at the server (stale file handle): see that the export is "
+                "there, then unmount and mount it again",
+            )
+        if exc.errno in (errno.EACCES, errno.EPERM) and self.shared:
+            why = os.strerror(exc.errno)
+            if os.geteuid() == 0:
+                return TargetError(
+                    exc.errno,
+                    f"{self._root} is not writable for root ({why}), as with root_squash: "
+                    "run the engine as the directory's owner, or export it with "
+                    "no_root_squash; for several users set file_mode 0660 and group",
+                )
+            return TargetError(
+                exc.errno,
+                f"{self._root} is not writable for user {os.geteuid()} ({why}): give the directory "
+                "to that user at the server; for several users set file_mode 0660 and group",
+            )
+        if isinstance(exc, TargetError):
+            return exc
+        return TargetError(
+            exc.errno,
+            f"{self._root} is not writable ({exc.strerror}): choose another path, free space, "
+            "or correct its owner and mode",
+        )
 
     # Space ------------------------------------------------------------------
 
@@ -234,7 +388,7 @@ class FilesystemTarget(Target):
 
     def _measure(self) -> None:
         """Find out what all writers use together, the cheapest way there is."""
-        published = read_usage(self._root, time.time())
+        published = read_usage(self._root, self._now(), by_file=self.shared)
         if published is None:
             self.usage()
         else:
@@ -282,6 +436,7 @@ class FilesystemTarget(Target):
 
     def writer(self, namespace: Namespace) -> TargetWriter:
         directory = self._root / namespace.directory
+        self.prepare()
         if self._root.is_dir():  # somebody may have emptied it, the marker included
             check_root(self._root, create=True)
         try:
@@ -298,12 +453,13 @@ class FilesystemTarget(Target):
         return writer
 
     def _start_writer(self, directory: Path, namespace: Namespace) -> SegmentWriter:
-        directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        make_directory(directory)
         return SegmentWriter(
             directory, namespace, direct=self.direct, allowance=self._allow, settled=self._settle
         )
 
     def reader(self, namespace: Namespace) -> TargetReader:
+        self.prepare()
         return SegmentReader(self._root / namespace.directory, namespace, direct=self.direct)
 
     def directories(self) -> list[Path]:
@@ -340,6 +496,7 @@ class FilesystemTarget(Target):
         return [self._root / name for name in sorted(names)]
 
     def namespaces(self) -> list[NamespaceInfo]:
+        self.prepare()
         if not check_root(self._root, create=False):
             return []
         infos = [self._describe(directory) for directory in self._directories()]
@@ -375,6 +532,7 @@ class FilesystemTarget(Target):
             raise ValueError(
                 f"{digest!r} is not a namespace digest: `lifeboat-cache ls` shows them"
             )
+        self.prepare()
         report = PurgeReport()
         if not check_root(self._root, create=False):
             return report
@@ -382,7 +540,7 @@ class FilesystemTarget(Target):
         writers: dict[str, list[os.DirEntry[str]]] = {}
         for entry, parsed in _files(directory):
             writers.setdefault(parsed.writer, []).append(entry)
-        newest = time.time() - older_than_s if older_than_s is not None else None
+        newest = self._now() - older_than_s if older_than_s is not None else None
         summary = writers.pop(SUMMARY_WRITER.hex(), [])
         for writer, files in sorted(writers.items()):
             if writer_alive(directory, writer):
@@ -402,10 +560,15 @@ class FilesystemTarget(Target):
             if left <= {entry.name for entry in summary}:  # of no use to anybody by now
                 for entry in summary:
                     _unlink(Path(entry.path))
-                _remove_namespace(directory)
+                _remove_namespace(directory, self._now())
         with self._lock:
             self._measured = -1.0
         return report
+
+    def _now(self) -> float:
+        """The time as files here have it; the oldest there is, if it cannot be known."""
+        now = file_time(self._root)
+        return 0.0 if now is None else now
 
     def _purge_writer(
         self,
@@ -474,7 +637,7 @@ def _files(directory: Path) -> Iterator[tuple[os.DirEntry[str], FileName]]:
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as listing:
-            yield from list(listing)
+            yield from (entry for entry in listing if not entry.name.startswith(SILLY_RENAMES))
     except OSError:
         return
 
@@ -524,7 +687,7 @@ def _unlink(path: Path) -> None:
         os.unlink(path)
 
 
-def _remove_namespace(directory: Path) -> None:
+def _remove_namespace(directory: Path, now: float) -> None:
     document = directory / "namespace.json"
     try:
         text = read_document(document)
@@ -535,7 +698,7 @@ def _remove_namespace(directory: Path) -> None:
         os.unlink(directory / DEAD_GENERATION)
     for entry in _entries(directory):
         # A young one may belong to a writer that is just starting.
-        stale = time.time() - _mtime(entry) > _STALE_S
+        stale = now - _mtime(entry) > _STALE_S
         if entry.name.startswith(".") and entry.name.endswith(".tmp") and stale:
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)

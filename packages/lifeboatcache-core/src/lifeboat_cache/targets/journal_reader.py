@@ -15,7 +15,7 @@ from lifeboat_cache import kernels
 from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.format.access import ACCESS_BYTES, parse_accesses
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_ACCESS, MAGIC_JOURNAL, FileHeader
-from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, parse_entries
+from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, intact_entries, parse_entries
 from lifeboat_cache.targets.base import JournalPage, Place
 from lifeboat_cache.targets.directory_listing import DirectoryListing
 from lifeboat_cache.targets.files import (
@@ -24,10 +24,13 @@ from lifeboat_cache.targets.files import (
     close_file,
     open_file,
     read_range,
+    refresh_attributes,
 )
 from lifeboat_cache.targets.holes import data_start
-from lifeboat_cache.targets.layout import DEAD_GENERATION, segment_name, writer_alive
+from lifeboat_cache.targets.layout import DEAD_GENERATION, segment_name
 from lifeboat_cache.targets.segment_extents import SegmentExtents, stamp_of
+from lifeboat_cache.targets.traits import traits_of
+from lifeboat_cache.targets.writer_lock import writer_alive
 
 __all__ = ["JournalReader"]
 
@@ -49,6 +52,10 @@ _OPEN_ANYWAY = 16
 _FIRST_PROBE_S = 10.0
 _LAST_PROBE_S = 120.0
 
+#: What another host has flushed, or had written when it died, is seen here after so many seconds
+#: at the latest, whatever is remembered of its files.
+_VISIBLE_S = 60.0
+
 #: The generation before anything was looked at; no file has it.
 _NEVER = (-1, -1, -1)
 
@@ -58,6 +65,7 @@ class _Journal:
 
     __slots__ = (
         "checked",
+        "dead_since",
         "idle",
         "index",
         "opened",
@@ -65,6 +73,8 @@ class _Journal:
         "probe_at",
         "probe_s",
         "stamp",
+        "stuck_at",
+        "stuck_since",
         "torn",
         "valid",
         "writer",
@@ -87,6 +97,17 @@ class _Journal:
         self.checked = False
         self.probe_at = 0.0
         self.probe_s = _FIRST_PROBE_S
+        #: Since when its writer is known to be dead.
+        self.dead_since: float | None = None
+        #: At which entry it does not go on, and since when.
+        self.stuck_at = -1
+        self.stuck_since = 0.0
+
+    def patient(self, now: float) -> bool:
+        """Whether what cannot be read here may only not have got here yet, from another host."""
+        if self.stuck_at != self.index:
+            self.stuck_at, self.stuck_since = self.index, now
+        return now - self.stuck_since < _VISIBLE_S
 
 
 class JournalReader:
@@ -114,6 +135,7 @@ class JournalReader:
         self._vanished: list[tuple[bytes, int | None]] = []
         self._generation: tuple[int, int, int] | None = _NEVER
         self._complete = False
+        self._shared = traits_of(directory).shared
 
     @property
     def complete(self) -> bool:
@@ -143,7 +165,7 @@ class JournalReader:
                 continue  # not ours to judge
             except FormatError:
                 journal.pending = not journal.torn
-                if not journal.torn and not writer_alive(self._directory, writer):
+                if not journal.torn and self._ended(journal):
                     journal.torn = True
                     journal.pending = False
                     yield JournalPage(journal.writer, _NO_ENTRIES, 1)
@@ -199,12 +221,14 @@ class JournalReader:
         dead = False
         if not journal.checked or now >= journal.probe_at:
             # Before it is read: what a dead writer's journal holds then is all.
-            dead = not writer_alive(self._directory, journal.writer.hex())
+            dead = self._ended(journal)
             journal.checked = True
             journal.probe_at = now + journal.probe_s
             journal.probe_s = min(2 * journal.probe_s, _LAST_PROBE_S)
         journal.idle += 1
         if not (dead or journal.pending or journal.idle >= _OPEN_ANYWAY):
+            if self._shared:
+                refresh_attributes(path)
             if stamp_of(os.stat(path, follow_symlinks=False)) == journal.stamp:
                 return
             journal.probe_at = now + _FIRST_PROBE_S
@@ -215,6 +239,18 @@ class JournalReader:
             writer = journal.writer.hex()
             self._unfinished.pop(writer, None)
             self._finished.add(writer)
+
+    def _ended(self, journal: _Journal) -> bool:
+        """Whether a writer is dead, and all that it has written can be seen."""
+        if writer_alive(self._directory, journal.writer.hex()):
+            journal.dead_since = None
+            return False
+        if not self._shared:
+            return True
+        now = time.monotonic()
+        if journal.dead_since is None:
+            journal.dead_since = now
+        return now - journal.dead_since >= _VISIBLE_S
 
     def _read(
         self, path: Path, journal: _Journal, dead: bool
@@ -242,10 +278,14 @@ class JournalReader:
                     return dead
                 entries, bad = parse_entries(data, journal.writer, journal.index, self._namespace)
                 last_page = whole < page
-                if last_page:
+                ready = self._ready(data[: whole * ENTRY_BYTES], entries, bad, dead, journal)
+                if ready < whole:
+                    entries, bad, whole = entries[:ready], 0, ready
+                    last_page = journal.pending = True
+                elif last_page:
                     tail = len(data) % ENTRY_BYTES > 0
                     if (bad or tail) and not dead:
-                        dead = not writer_alive(self._directory, journal.writer.hex())
+                        dead = self._ended(journal)
                         if dead:  # read what it finished before it died
                             continue
                     if dead:
@@ -269,6 +309,24 @@ class JournalReader:
         finally:
             close_file(fd)
 
+    def _ready(self, data: bytes, entries: Entries, bad: int, dead: bool, journal: _Journal) -> int:
+        """How many of the entries in ``data`` may be judged now.
+
+        On a shared mount what is bad, or lies outside its segment, may be on its way: it is
+        looked at again, for a while.
+        """
+        count = len(data) // ENTRY_BYTES
+        if not self._shared or dead:
+            return count
+        if not bad and self._extents.first_misplaced(entries) == count:
+            return count
+        if not journal.patient(time.monotonic()):
+            return count
+        every = np.frombuffer(data, dtype=ENTRY)
+        good = intact_entries(every, journal.writer, journal.index, self._namespace)
+        first = count if good.all() else int(np.argmin(good))
+        return min(first, self._extents.first_misplaced(every[:first]))
+
     def _entry_good(self, data: bytes, number: int, journal: _Journal) -> bool:
         one = data[number * ENTRY_BYTES : (number + 1) * ENTRY_BYTES]
         _, bad = parse_entries(one, journal.writer, journal.index + number, self._namespace)
@@ -287,6 +345,9 @@ class JournalReader:
             Of which segment, and bool ``(slots,)``: which are dead. What is yielded may
             have been yielded before.
         """
+        if self._shared:
+            refresh_attributes(self._directory)
+            refresh_attributes(self._directory / DEAD_GENERATION)
         try:
             generation = stamp_of(os.stat(self._directory / DEAD_GENERATION))
         except OSError:

@@ -1,12 +1,13 @@
-"""Names of a filesystem target's files, and who is alive behind them.
+"""Names of a filesystem target's files, and how small ones are written.
 
 ::
 
     <root>/lifeboat-cache.json                  marks the directory as ours
     <root>/usage.json                           what all writers use together
     <root>/.janitor.lock                        held while a janitor works
+    <root>/.janitor.lease                       whose janitor looks after it, on shared mounts
     <root>/<namespace>/namespace.json           the identity, readable
-    <root>/<namespace>/<writer>.lock            held while the writer lives
+    <root>/<namespace>/<writer>.lock            held, or touched, while the writer lives
     <root>/<namespace>/<writer>.journal
     <root>/<namespace>/<writer>.<n>.segment     n from 0, eight digits
     <root>/<namespace>/<writer>.<n>.dead        written by the janitor only
@@ -17,46 +18,38 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
-import socket
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lifeboat_cache.errors import ForeignDataError, NewerFormatError, TargetError
 from lifeboat_cache.format.header import FORMAT_VERSION
 from lifeboat_cache.targets.files import (
     NotAFileError,
-    close_file,
     is_gone,
-    open_file,
     read_document,
 )
-from lifeboat_cache.version import __version__
+from lifeboat_cache.targets.traits import make_directory, owned, traits_of
 
 __all__ = [
     "DEAD_GENERATION",
     "DIRECTORY_MODE",
     "FILE_MODE",
+    "JANITOR_LEASE",
     "JANITOR_LOCK",
     "ROOT_MARKER",
+    "SILLY_RENAMES",
     "SUMMARY_WRITER",
     "USAGE_FILE",
     "FileName",
-    "WriterLock",
     "check_root",
-    "lock_owner",
     "new_writer_id",
     "parse_name",
     "segment_name",
     "write_atomically",
-    "writer_alive",
 ]
 
 DIRECTORY_MODE = 0o700
@@ -64,7 +57,11 @@ FILE_MODE = 0o600
 ROOT_MARKER = "lifeboat-cache.json"
 USAGE_FILE = "usage.json"
 JANITOR_LOCK = ".janitor.lock"
+JANITOR_LEASE = ".janitor.lease"
 DEAD_GENERATION = "dead.generation"
+
+#: How an NFS client calls a file that was deleted while it had it open. It goes by itself.
+SILLY_RENAMES = ".nfs"
 
 #: In whose name the janitor keeps the access log that sums up the others. No process
 #: has this identity.
@@ -74,22 +71,6 @@ _NAME = re.compile(
     r"(?P<writer>[0-9a-f]{32})\.(?:(?P<segment>[0-9]{8})\.)?"
     r"(?P<kind>segment|dead|journal|access|lock)"
 )
-
-# Writers of this very process and who they are. Opening and closing a lock file that
-# this process holds would drop the lock (POSIX locks belong to the process), so it is
-# asked here.
-_own: dict[str, str] = {}
-_own_guard = threading.Lock()
-
-
-def _forget_own() -> None:
-    """In a forked child: the locks stayed with the parent."""
-    global _own_guard
-    _own_guard = threading.Lock()
-    _own.clear()
-
-
-os.register_at_fork(after_in_child=_forget_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +119,29 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     )
     try:
         with os.fdopen(fd, "wb") as file:
+            owned(file.fileno(), traits_of(path))
             file.write(data)
             file.flush()
             if durable:  # after power loss it must not be found empty
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        _replace(temporary, path, data)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _replace(temporary: Path, path: Path, data: bytes) -> None:
+    """Rename. Raises ``OSError``.
+
+    A network filesystem may do it, lose the answer, and say at the second attempt that the
+    old name does not exist.
+    """
+    try:
+        os.replace(temporary, path)
+    except FileNotFoundError:
+        if read_document(path) != data:
+            raise
 
 
 def check_root(root: Path, *, create: bool) -> bool:
@@ -214,7 +209,7 @@ def check_root(root: Path, *, create: bool) -> bool:
         if names is None and not create:
             return False
         if create:
-            root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            make_directory(root, parents=True)
             write_atomically(marker, json.dumps({"format": FORMAT_VERSION}).encode() + b"\n")
     except OSError as exc:
         if isinstance(exc, TargetError):
@@ -225,88 +220,3 @@ def check_root(root: Path, *, create: bool) -> bool:
             "or correct its owner and mode",
         ) from exc
     return create
-
-
-class WriterLock:
-    """A file that is locked as long as its writer lives.
-
-    ``fcntl`` locks, because forked children do not inherit them: a worker that
-    outlives its parent does not keep the parent's lock.
-    """
-
-    def __init__(self, directory: Path, writer: bytes) -> None:
-        self._hex = writer.hex()
-        self._path = directory / f"{self._hex}.lock"
-        temporary = directory / f".{self._hex}.lock.tmp"
-        self._fd = os.open(
-            temporary,
-            os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW,
-            FILE_MODE,
-        )
-        try:
-            # On a filesystem without locks probing fails too, which counts as alive.
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            owner = {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "core": __version__,
-                "started": int(time.time()),
-            }
-            os.write(self._fd, json.dumps(owner).encode() + b"\n")
-            with _own_guard:
-                _own[self._hex] = _owner_text(owner)
-            # Locked before it has its name, so that nobody can find it unlocked.
-            os.rename(temporary, self._path)
-        except BaseException:
-            self.release()
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
-    def release(self) -> None:
-        """Let go. The file stays: it says who the dead writer was."""
-        if self._fd >= 0:
-            with _own_guard:
-                _own.pop(self._hex, None)
-            close_file(self._fd)
-            self._fd = -1
-
-
-def writer_alive(directory: Path, writer: str) -> bool:
-    """Whether the process behind ``writer`` still runs.
-
-    When it cannot be known (a lock that cannot be probed), the answer is yes:
-    nothing of a writer that may live is ever removed.
-    """
-    with _own_guard:
-        if writer in _own:
-            return True
-    try:
-        fd = open_file(directory / f"{writer}.lock")
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        close_file(fd)
-    return False
-
-
-def lock_owner(directory: Path, writer: str) -> str:
-    """Who a writer is or was, for people (``pid 12 on host``); empty if unknown."""
-    with _own_guard:
-        if writer in _own:
-            return _own[writer]
-    try:
-        return _owner_text(json.loads(read_document(directory / f"{writer}.lock")))
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):
-        return ""
-
-
-def _owner_text(owner: dict[str, Any]) -> str:
-    return f"pid {int(owner['pid'])} on {owner['host']}"

@@ -1,14 +1,24 @@
-"""Which file system a path is on."""
+"""Which file system a path is on, and how it is mounted."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["FileSystemKind", "Mount", "kind_of", "mount_of", "mounts", "topmost"]
+__all__ = [
+    "FileSystemKind",
+    "Mount",
+    "kind_of",
+    "mount_of",
+    "mounts",
+    "split_options",
+    "topmost",
+    "unescape",
+]
 
 #: ``container``: gone with the container. ``memory``: gone at the next boot.
 #: ``network``: can hang. ``fuse``: a program that is not known here.
@@ -40,11 +50,52 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Mount:
-    """A mounted file system."""
+    """A mounted file system.
+
+    Attributes
+    ----------
+    point, type, source
+        Where, what and from where.
+    options
+        Of the mount and of the file system; those without a value have an empty one.
+    """
 
     point: Path
     type: str
     source: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def mounts(mountinfo: str | None = None) -> list[Mount]:
+    """All mounts, later ones covering earlier ones at the same point; none if unknown.
+
+    Parameters
+    ----------
+    mountinfo
+        The text of ``/proc/self/mountinfo``, by default read from there.
+    """
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        except OSError:
+            return []
+    out = []
+    for line in mountinfo.splitlines():
+        fields = line.split(" ")
+        if "-" not in fields[6:]:
+            continue
+        tail = fields[fields.index("-", 6) + 1 :]
+        if len(tail) < 2:
+            continue
+        options = split_options(",".join((fields[5], *tail[2:3])))
+        out.append(Mount(Path(unescape(fields[4])), tail[0], unescape(tail[1]), options))
+    return out
+
+
+def split_options(text: str) -> dict[str, str]:
+    """Mount options by name."""
+    pairs = (option.partition("=") for option in text.split(",") if option)
+    return {name: value for name, _, value in pairs}
 
 
 def mount_of(path: Path, mountinfo: str | None = None) -> Mount | None:
@@ -58,30 +109,6 @@ def mount_of(path: Path, mountinfo: str | None = None) -> Mount | None:
         The text of ``/proc/self/mountinfo``, by default read from there.
     """
     return topmost(Path(os.path.realpath(path)), mounts(mountinfo))
-
-
-def mounts(mountinfo: str | None = None) -> list[Mount]:
-    """All mounted file systems, none if they cannot be known. Touches none of them.
-
-    Parameters
-    ----------
-    mountinfo
-        See :func:`mount_of`.
-    """
-    if mountinfo is None:
-        try:
-            mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-        except OSError:
-            return []
-    found = []
-    for line in mountinfo.splitlines():
-        fields = line.split(" ")
-        if "-" not in fields[6:]:
-            continue
-        tail = fields[fields.index("-", 6) + 1 :]
-        if len(tail) >= 2:
-            found.append(Mount(Path(_unescape(fields[4])), tail[0], _unescape(tail[1])))
-    return found
 
 
 def topmost(path: Path, table: list[Mount]) -> Mount | None:
@@ -106,5 +133,6 @@ def kind_of(file_system: str) -> FileSystemKind:
     return "fuse" if file_system.startswith("fuse") and file_system != "fuseblk" else "local"
 
 
-def _unescape(text: str) -> str:
+def unescape(text: str) -> str:
+    """Undo how the kernel writes blanks in names."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)

@@ -70,7 +70,7 @@ def publish_usage(
     write_atomically(root / USAGE_FILE, json.dumps(document).encode() + b"\n", durable=False)
 
 
-def read_usage(root: Path, now: float) -> PublishedUsage | None:
+def read_usage(root: Path, now: float, *, by_file: bool = False) -> PublishedUsage | None:
     """The measurement in ``usage.json``, or ``None`` if there is none that is fresh.
 
     Parameters
@@ -79,13 +79,16 @@ def read_usage(root: Path, now: float) -> PublishedUsage | None:
         The target's directory.
     now
         Seconds since 1970.
+    by_file
+        Whether the file's own time says when it was written: the janitor's clock may be another
+        host's.
     """
     try:
         document = json.loads(read_document(root / USAGE_FILE))
         if document["format"] != 1:
             return None
         usage = PublishedUsage(
-            float(document["time"]),
+            os.stat(root / USAGE_FILE).st_mtime if by_file else float(document["time"]),
             int(document["used"]),
             int(document["settled"]),
             {

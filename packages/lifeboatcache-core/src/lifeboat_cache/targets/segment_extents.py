@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,8 +14,16 @@ from lifeboat_cache.format.bitmap import MOST_BYTES, dead_slots
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_DEAD, FileHeader
 from lifeboat_cache.format.journal import KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.targets.direct import ALIGNMENT
-from lifeboat_cache.targets.files import GONE, close_file, open_file, read_range
+from lifeboat_cache.targets.files import (
+    GONE,
+    close_file,
+    open_file,
+    read_range,
+    refresh_attributes,
+)
 from lifeboat_cache.targets.layout import segment_name
+from lifeboat_cache.targets.server_clock import file_time
+from lifeboat_cache.targets.traits import traits_of
 
 __all__ = ["SegmentExtents", "stamp_of"]
 
@@ -59,6 +66,7 @@ class SegmentExtents:
         self._namespace = namespace
         self._bitmaps = bitmaps
         self._writer = b""
+        self._shared = traits_of(directory).shared
         self._whole = False
         self._met: set[int] = set()
         self._known: dict[int, tuple[int, _Bools]] = {}
@@ -102,6 +110,32 @@ class SegmentExtents:
         if not some.shape[0]:
             kept: Entries = entries[kinds == KIND_TOMBSTONE]
             return kept, 0
+        good, misplaced = self._judged(some)
+        count = int(misplaced.sum())
+        if whole:
+            return (entries, count) if good.all() else (entries[good], count)
+        keep = kinds == KIND_TOMBSTONE
+        keep[np.flatnonzero(records)[good]] = True
+        kept = entries[keep]
+        return kept, count
+
+    def first_misplaced(self, entries: Entries) -> int:
+        """The place of the first record that lies outside its segment; their number if none does.
+
+        Parameters
+        ----------
+        entries
+            As for :meth:`placed`.
+        """
+        records = np.flatnonzero(entries["kind"] == KIND_RECORD)
+        if not records.shape[0]:
+            return int(entries.shape[0])
+        _, misplaced = self._judged(entries[records])
+        wrong = records[misplaced]
+        return int(wrong[0]) if wrong.shape[0] else int(entries.shape[0])
+
+    def _judged(self, some: Entries) -> tuple[_Bools, _Bools]:
+        """Which records are alive inside their segments, and which lie outside them."""
         numbers, which = np.unique(some["segment"], return_inverse=True)
         segments = numbers.tolist()
         extents = [self._extent(segment) for segment in segments]
@@ -129,21 +163,18 @@ class SegmentExtents:
             good &= live
             # A janitor cuts a segment of which everything is dead before it removes it.
             misplaced &= live
-        count = int(misplaced.sum())
-        if whole:
-            return (entries, count) if good.all() else (entries[good], count)
-        keep = kinds == KIND_TOMBSTONE
-        keep[np.flatnonzero(records)[good]] = True
-        kept = entries[keep]
-        return kept, count
+        return good, misplaced
 
     def _extent(self, segment: int) -> tuple[int, _Bools]:
         """A segment's size in bytes (0 if it has gone) and its dead slots."""
         known = self._known.get(segment)
         if known is None:
             writer = self._writer.hex()
+            path = f"{self._directory}/{segment_name(writer, segment)}"
+            if self._shared:
+                refresh_attributes(path)
             try:
-                size = os.stat(f"{self._directory}/{segment_name(writer, segment)}").st_size
+                size = os.stat(path).st_size
             except OSError as error:
                 # Of what cannot be looked at it is not known that it has gone.
                 size = 0 if error.errno in GONE else _UNKNOWN_BYTES
@@ -182,7 +213,8 @@ class SegmentExtents:
         if (header.namespace, header.writer, header.segment) != (self._namespace, writer, segment):
             return None
         place = (writer.hex(), segment)
-        if remember and time.time_ns() - stat.st_mtime_ns > _SETTLING_NS:
+        now = file_time(Path(self._directory).parent) if remember else None
+        if now is not None and now * 1e9 - stat.st_mtime_ns > _SETTLING_NS:
             self._stamps[place] = stamp_of(stat)
         elif remember is not None:
             self._stamps.pop(place, None)
@@ -190,8 +222,11 @@ class SegmentExtents:
 
     def changed(self, writer: str, segment: int) -> bool:
         """Whether a bitmap may say something else than when it was read last."""
+        path = f"{self._directory}/{segment_name(writer, segment, 'dead')}"
+        if self._shared:
+            refresh_attributes(path)
         try:
-            stat = os.stat(f"{self._directory}/{segment_name(writer, segment, 'dead')}")
+            stat = os.stat(path)
         except OSError:
             return False
         return stamp_of(stat) != self._stamps.get((writer, segment))

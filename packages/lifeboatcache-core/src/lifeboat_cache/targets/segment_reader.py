@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,11 +25,18 @@ from lifeboat_cache.targets.direct import ALIGNMENT, MAX_PIECES, O_DIRECT, read_
 from lifeboat_cache.targets.files import GONE, close_files, open_file, read_range
 from lifeboat_cache.targets.journal_reader import JournalReader
 from lifeboat_cache.targets.layout import segment_name
+from lifeboat_cache.targets.traits import traits_of
 
 __all__ = ["SegmentReader"]
 
 #: Segments kept open; more are closed, least recently used first.
 _OPEN_SEGMENTS = 256
+
+#: What another host has flushed is seen here after so many seconds at the latest.
+_VISIBLE_S = 60.0
+
+#: So many records are doubted at a time; more are given up at once.
+_MOST_DOUBTS = 65536
 
 #: One ``preadv`` carries about this much.
 _READ_BYTES = 16 << 20
@@ -37,11 +45,13 @@ _READ_BYTES = 16 << 20
 class _OpenSegment:
     """An open segment; closed when the last user lets go of the object."""
 
-    __slots__ = ("direct_fd", "fd")
+    __slots__ = ("direct_fd", "fd", "size")
 
     def __init__(self, path: Path, header: FileHeader, direct: bool) -> None:
         self.fd = self.direct_fd = -1
         self.fd = open_file(path)
+        #: What was known of its size then.
+        self.size = os.fstat(self.fd).st_size
         data = read_range(self.fd, HEADER_BYTES, 0)
         if len(data) < HEADER_BYTES:  # cut, or being purged: what was there has gone
             raise FileNotFoundError(errno.ENOENT, "the segment is cut off", path.name)
@@ -81,11 +91,29 @@ class SegmentReader(TargetReader):
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[bytes, int], _OpenSegment] = OrderedDict()
         self._closed = False
+        self._shared = traits_of(directory).shared
+        #: How far records are known to go in segments, on a shared mount.
+        self._ends: dict[tuple[bytes, int], int] = {}
+        #: Records that could not be read, and when first.
+        self._doubts: dict[tuple[bytes, int, int], float] = {}
 
     # Journals ---------------------------------------------------------------
 
     def poll(self, skip: bytes | None = None) -> Iterator[JournalPage]:
-        return self._journals.poll(skip)
+        for page in self._journals.poll(skip):
+            if self._shared:
+                self._note_ends(page)
+            yield page
+
+    def _note_ends(self, page: JournalPage) -> None:
+        """Remember how far segments go: who opened one before it grew does not see all of it."""
+        numbers, which = np.unique(page.entries["segment"], return_inverse=True)
+        ends = np.zeros(numbers.shape[0], dtype=np.int64)
+        lengths = page.entries["offset"].astype(np.int64) + page.entries["stored_length"]
+        np.maximum.at(ends, which, lengths)
+        for number, end in zip(numbers.tolist(), ends.tolist(), strict=True):
+            place = page.writer, number
+            self._ends[place] = max(end, self._ends.get(place, 0))
 
     def declared_dead(self, places: Sequence[Place], slots: Sequence[int]) -> list[bool]:
         return self._journals.declared_dead(places, slots)
@@ -98,7 +126,34 @@ class SegmentReader(TargetReader):
         return self._journals.poll_dead()
 
     def take_vanished(self) -> list[tuple[bytes, int | None]]:
-        return self._journals.take_vanished()
+        vanished = self._journals.take_vanished()
+        for writer, segment in vanished:
+            # A client keeps what it has open under another name, and so its space.
+            with self._lock:
+                for opened in [p for p in self._open if p[0] == writer and segment in (None, p[1])]:
+                    del self._open[opened]
+            for end in [p for p in self._ends if p[0] == writer and segment in (None, p[1])]:
+                del self._ends[end]
+        return vanished
+
+    def doubtful(self, writer: bytes, segment: int, slot: int) -> bool:
+        if not self._shared:
+            return False
+        with self._lock:
+            # What is read next time is read anew.
+            self._open.pop((writer, segment), None)
+        now = time.monotonic()
+        if len(self._doubts) >= _MOST_DOUBTS:
+            self._doubts = {
+                place: since for place, since in self._doubts.items() if now - since < _VISIBLE_S
+            }
+        if len(self._doubts) >= _MOST_DOUBTS:
+            return False
+        place = (writer, segment, slot)
+        if now - self._doubts.setdefault(place, now) < _VISIBLE_S:
+            return True
+        del self._doubts[place]
+        return False
 
     def accesses(self) -> Iterator[Entries]:
         return self._journals.accesses()
@@ -180,7 +235,7 @@ class SegmentReader(TargetReader):
                 raise OSError(errno.EBADF, "the reader is closed")
             found = self._open.get(key)
             if found is not None:
-                if os.fstat(found.fd).st_nlink:
+                if self._current(key, found):
                     self._open.move_to_end(key)
                     return found
                 # Somebody deleted the file: give its space back.
@@ -202,6 +257,16 @@ class SegmentReader(TargetReader):
             while len(self._open) > _OPEN_SEGMENTS:
                 self._open.popitem(last=False)
         return opened
+
+    def _current(self, key: tuple[bytes, int], opened: _OpenSegment) -> bool:
+        """Whether an open segment is still there, and all of it is seen."""
+        try:
+            links = os.fstat(opened.fd).st_nlink
+        except OSError as exc:
+            if exc.errno != errno.ESTALE:
+                raise
+            return False  # deleted by another host, or the server knows it by another handle
+        return links > 0 and opened.size >= self._ends.get(key, 0)
 
     def close(self) -> None:
         with self._lock:

@@ -32,12 +32,9 @@ from lifeboat_cache.targets.base import OpenFile, Reservation, TargetWriter
 from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, write_from
 from lifeboat_cache.targets.files import GONE, close_file, close_files, late_errors, open_file
 from lifeboat_cache.targets.holes import take_space
-from lifeboat_cache.targets.layout import (
-    FILE_MODE,
-    WriterLock,
-    new_writer_id,
-    segment_name,
-)
+from lifeboat_cache.targets.layout import FILE_MODE, new_writer_id, segment_name
+from lifeboat_cache.targets.traits import owned, traits_of
+from lifeboat_cache.targets.writer_lock import WriterLock
 
 __all__ = ["SEGMENT_AGE_S", "SEGMENT_BYTES", "SegmentWriter"]
 
@@ -70,13 +67,23 @@ def _create(path: Path, header: bytes) -> int:
     """Create a file with a header and return it open for writing; all or nothing."""
     try:
         fd = os.open(path, _NEW, FILE_MODE)
-    except OSError as exc:
-        if exc.errno != errno.EEXIST:  # a network filesystem may have made it all the same
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    except FileExistsError:
+        # Nobody else uses names with this writer's number. A network filesystem may have made
+        # the file, lost the answer, and tried once more.
+        fd = open_file(path, os.O_WRONLY)
+        if os.fstat(fd).st_size:
+            close_file(fd)
+            raise
+    except OSError:
+        with contextlib.suppress(OSError):  # it may have been made all the same
+            os.unlink(path)
         raise
     try:
+        traits = traits_of(path)
+        owned(fd, traits)
         write_from(fd, [memoryview(header)], 0)
+        if traits.shared:
+            os.fsync(fd)
     except BaseException:
         close_file(fd)
         with contextlib.suppress(OSError):
@@ -179,6 +186,7 @@ class SegmentWriter(TargetWriter):
         self._accesses = 0
         self._access_fd = -1
         self._closed = False
+        self._shared = traits_of(directory).shared
         self._alive = WriterLock(directory, self.writer)
         try:
             self._journal_fd = _create(self._journal_path, self._header(MAGIC_JOURNAL))
@@ -213,7 +221,13 @@ class SegmentWriter(TargetWriter):
             outcomes[mine] = [int(outcome)] * (room.last - room.first)
         return outcomes
 
+    def beat(self) -> None:
+        self._alive.beat()
+        if self._alive.lapsed:
+            self.lost = True
+
     def reserve(self, entries: Entries, part_bytes: int) -> list[Reservation]:
+        self.beat()
         sizes = _padded_sizes(entries)
         parts = _parts(sizes, part_bytes)
         # Once for all: each of these calls lets go of the interpreter.
@@ -255,8 +269,12 @@ class SegmentWriter(TargetWriter):
             self._settled(size)
 
     def commit(self, entries: Entries, files: Sequence[OpenFile]) -> Outcome:
+        segments = list({id(file): file for file in files}.values())
         try:
-            self._journal(entries, list({id(file): file for file in files}.values()))
+            if self._shared:  # other hosts must not know of what they cannot read yet
+                for segment in segments:
+                    os.fsync(segment.fd)
+            self._journal(entries, segments)
         except OSError as exc:
             return self._failure(exc)
         return Outcome.OK
@@ -301,6 +319,7 @@ class SegmentWriter(TargetWriter):
                 )
             ):
                 self._require_kept()  # it would be made where it does not belong
+                self._require_lease()
                 number = self._next_segment
                 # Even if it fails: a number is never used twice.
                 self._next_segment = number + 1
@@ -356,6 +375,12 @@ class SegmentWriter(TargetWriter):
                 self.lost = exc.errno in GONE
         return self.lost
 
+    def _require_lease(self) -> None:
+        """Raise ``OSError`` if others may take this writer for dead."""
+        if self._alive.lapsed:
+            self.lost = True
+            raise OSError(errno.ESTALE, "the writer has not been able to show that it lives")
+
     def _require_kept(self) -> None:
         """Raise ``OSError`` if what is stored now would not be found."""
         if self._notice_loss():
@@ -389,6 +414,7 @@ class SegmentWriter(TargetWriter):
 
     def _journal(self, entries: Entries, segments: Sequence[OpenFile] = ()) -> None:
         """Append entries, unless one of the segments they lie in has been deleted."""
+        self._require_lease()
         native = kernels.ready() and len(entries) > 0
         if not native:
             for segment in segments:
@@ -414,6 +440,11 @@ class SegmentWriter(TargetWriter):
                 self._entries += len(entries)
         if deleted >= 0:
             self._leave(segments[deleted])
+        if self._shared:
+            os.fsync(self._journal_fd)
+            self.beat()
+            # Had it lapsed before the entries were there, they might not be found.
+            self._require_lease()
         if not kept:
             if native:
                 for segment in segments:

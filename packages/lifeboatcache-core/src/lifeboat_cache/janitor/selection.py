@@ -1,0 +1,68 @@
+"""Which records are to go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.janitor.rows import Bools
+
+__all__ = ["Purged", "Selection"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Records that have everything in common that is said here.
+
+    Attributes
+    ----------
+    directories
+        Names of the directories of their namespaces; ``None`` = any.
+    older_than_s
+        They were stored longer ago; ``None`` = at any time.
+    salt
+        Tag of the cache salt that they were stored with; ``None`` = any or none.
+    """
+
+    directories: frozenset[str] | None = None
+    older_than_s: float | None = None
+    salt: int | None = None
+
+    def concerns(self, directory: str) -> bool:
+        """Whether records of a namespace may be among them."""
+        return self.directories is None or directory in self.directories
+
+    def chosen(self, rows: npt.NDArray[Any], now: float) -> Bools:
+        """Which rows of a ``ROW`` array ``(n,)`` are, as bool ``(n,)``.
+
+        ``now``: in seconds since 1970.
+        """
+        chosen: Bools = np.ones(rows.shape[0], dtype=np.bool_)
+        if self.older_than_s is not None:
+            chosen &= rows["born"].astype(np.int64) < now - self.older_than_s
+        if self.salt is not None:
+            chosen &= rows["salt"] == np.uint64(self.salt)
+        return chosen
+
+
+@dataclass
+class Purged:
+    """What became of selected records.
+
+    Attributes
+    ----------
+    blocks, bytes
+        That were selected and still held bytes.
+    left
+        Of these, records whose bytes are still there.
+    problems
+        What could not be done and why, for people.
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    left: int = 0
+    problems: list[str] = field(default_factory=list)
