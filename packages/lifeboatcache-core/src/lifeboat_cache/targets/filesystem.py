@@ -61,7 +61,7 @@ from lifeboat_cache.targets.published_usage import read_usage, used_now
 from lifeboat_cache.targets.segment_reader import SegmentReader
 from lifeboat_cache.targets.segment_writer import SegmentWriter
 from lifeboat_cache.targets.server_clock import file_time
-from lifeboat_cache.targets.traits import Traits, declare, make_directory
+from lifeboat_cache.targets.traits import Traits, declare, make_directory, traits_of
 from lifeboat_cache.targets.writer_lock import lock_owner, writer_alive
 
 __all__ = ["FilesystemTarget", "TierSettings"]
@@ -204,7 +204,8 @@ class FilesystemTarget(Target):
             If the group does not exist.
         """
         if self._traits is None:
-            shared = self.type != "filesystem"
+            # Of one directory, what is known of it elsewhere in this process holds as well.
+            shared = self.type != "filesystem" or traits_of(self._root).shared
             if not shared:
                 mount = mount_of(self._root)
                 shared = mount is not None and kind_of(mount.type) in ("network", "fuse")
