@@ -132,6 +132,7 @@ def test_live_keys_are_those_that_the_reference_calls_live(home: Path) -> None:
         "dashboard.enabled",
         "dashboard.host",
         "dashboard.port",
+        "eviction.max_age",
         "eviction.policy",
         "telemetry.prometheus.host",
         "telemetry.prometheus.port",
