@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from devkit import environments
-from devkit.environments import Environment, Pip, PipRequirementsOf
+from devkit.environments import Environment, Pip, PipRequirementsOf, Sees
 from devkit.shell import DevError, output_of
 
 
@@ -121,3 +121,24 @@ def test_nothing_but_the_standard_library_is_needed() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("demo", "test", "lint", "build", "env", "model"):
         assert f"\n    {command} " in done.stdout
+
+
+def test_one_sees_what_is_in_others_the_first_first(tmp_path: Path) -> None:
+    for name in ("mine", "first", "second"):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / name], check=True)
+
+    def packages(name: str) -> Path:
+        python = tmp_path / name / "bin" / "python"
+        where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        return Path(output_of([python, "-c", where]).strip())
+
+    for name in ("first", "second"):
+        (packages(name) / "both.py").write_text(f"WHO = {name!r}")
+        editable = tmp_path / f"tree-{name}"
+        editable.mkdir()
+        (editable / f"{name}_edited.py").touch()
+        (packages(name) / "editable.pth").write_text(f"{editable}\n")
+    python = tmp_path / "mine" / "bin" / "python"
+    Sees((str(tmp_path / "first"), str(tmp_path / "second"))).apply(python)
+    seen = "import both, first_edited, second_edited; print(both.WHO)"
+    assert output_of([python, "-c", seen]).strip() == "first"

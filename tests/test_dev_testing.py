@@ -13,6 +13,7 @@ from devkit.shell import DevError
 
 _REPORT = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="1"/></testsuites>'
 _Pytest = Callable[..., list[list[str]]]
+_ALL = len(testing._SUITES)
 
 
 @pytest.fixture
@@ -45,20 +46,22 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
 
 
 def test_everything_passes(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = run_pytest(*[0] * 7)
+    commands = run_pytest(*[0] * _ALL)
     assert testing.run_tests([], full=False) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "21 passed, 0 failed, 7 skipped"
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == f"{3 * _ALL} passed, 0 failed, {_ALL} skipped"
+    )
     assert all("not full" in command for command in commands)
 
 
 def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
     run_pytest: _Pytest, tmp_path: Path
 ) -> None:
-    commands = run_pytest(*[0] * 8)
+    commands = run_pytest(*[0] * (_ALL + 1))
     assert testing.run_tests([], full=True) == 0
     assert not any("not full" in command for command in commands)
     assert [f"PYTHONPATH={tmp_path / 'next'}" in command for command in commands] == [
-        *[False] * 7,
+        *[False] * _ALL,
         True,
     ]
 
@@ -66,14 +69,17 @@ def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
 def test_failure_fails_and_the_rest_still_runs(
     run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = run_pytest(1, *[0] * 6)
+    commands = run_pytest(1, *[0] * (_ALL - 1))
     assert testing.run_tests([], full=False) == 1
-    assert len(commands) == 7
-    assert capsys.readouterr().out.splitlines()[-1] == "20 passed, 1 failed, 7 skipped"
+    assert len(commands) == _ALL
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"{3 * _ALL - 1} passed, 1 failed, {_ALL} skipped"
+    )
 
 
 def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_pytest(*[0] * 7)
+    run_pytest(*[0] * _ALL)
 
     def fail() -> None:
         raise DevError("unused import")
@@ -83,12 +89,12 @@ def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch
 
 
 def test_empty_suite_fails(run_pytest: _Pytest, capsys: pytest.CaptureFixture[str]) -> None:
-    run_pytest(0, 5, *[0] * 5)
+    run_pytest(0, 5, *[0] * (_ALL - 2))
     assert testing.run_tests([], full=False) == 1
     assert "a suite without tests proves nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("codes", "expected"), [((5, 0, 5, 5, 5, 5, 5), 0), ((5,) * 7, 1)])
+@pytest.mark.parametrize(("codes", "expected"), [((5, 0, *[5] * (_ALL - 2)), 0), ((5,) * _ALL, 1)])
 def test_selection_may_leave_suites_empty_but_not_all(
     run_pytest: _Pytest, codes: tuple[int, ...], expected: int
 ) -> None:
@@ -106,7 +112,7 @@ def test_path_goes_to_its_suite_alone(run_pytest: _Pytest, monkeypatch: pytest.M
 
 
 def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
-    commands = run_pytest(*[0] * 6)
+    commands = run_pytest(*[0] * 7)
     assert testing.run_tests([str(ROOT / "packages")], full=False) == 0
     assert [Path(command[-1]).parent.name for command in commands] == [
         "lifeboatcache-core",
@@ -115,6 +121,7 @@ def test_directory_above_suites_stands_for_them(run_pytest: _Pytest) -> None:
         "lifeboatcache-vllm",
         "lifeboatcache-sglang",
         "lifeboatcache-mlx",
+        "lifeboatcache-lmcache",
     ]
 
 
@@ -122,12 +129,13 @@ def test_engines_share_a_directory_of_tests(run_pytest: _Pytest) -> None:
     (ours,) = [suite for suite in testing._SUITES if suite.name == "whole-sglang"]
     tests = ours.all_tests()
     assert str(ROOT / "tests" / "test_sglang_restart.py") in tests
-    commands = run_pytest(0, 0, 0)
+    commands = run_pytest(0, 0, 0, 0)
     assert testing.run_tests([str(ROOT / "tests")], full=False) == 0
-    for_vllm, for_sglang, _ = commands
-    assert for_vllm[-3:] == [
+    for_vllm, for_sglang, *_ = commands
+    assert for_vllm[-4:] == [
         f"--ignore-glob={ROOT / 'tests' / 'test_sglang_*.py'}",
         f"--ignore-glob={ROOT / 'tests' / 'test_mlx_*.py'}",
+        f"--ignore-glob={ROOT / 'tests' / 'test_lmcache_*.py'}",
         str(ROOT / "tests"),
     ]
     assert for_sglang[-len(tests) :] == tests
@@ -150,7 +158,7 @@ def test_path_outside_every_suite_is_refused(run_pytest: _Pytest) -> None:
 
 
 def test_suites_share_one_home_for_kernels(run_pytest: _Pytest, tmp_path: Path) -> None:
-    commands = run_pytest(*[0] * 7)
+    commands = run_pytest(*[0] * _ALL)
     assert testing.run_tests([], full=False) == 0
     home = f"LIFEBOAT_TEST_KERNEL_HOME={tmp_path / 'kernels'}"
     assert all(home in command for command in commands)

@@ -37,6 +37,11 @@ def _wheels() -> _Wheels:
             ["lifeboatcache-core~=1.2.0"],
             ["lifeboat_cache/mlx/__init__.py"],
         ),
+        "lifeboatcache-lmcache": (
+            "0.5.0",
+            ["lifeboatcache-core~=1.2.0", 'lmcache==0.5.6; extra == "lmcache"'],
+            ["lifeboat_cache/integrations/lmcache_adapter.py"],
+        ),
         "lifeboatcache": (
             "0.1.0",
             [
@@ -45,6 +50,7 @@ def _wheels() -> _Wheels:
                 "lifeboatcache-sglang~=0.3.0",
                 "lifeboatcache-vllm~=0.4.0",
                 'lifeboatcache-sglang~=0.3.0; extra == "sglang"',
+                'lifeboatcache-lmcache[lmcache]~=0.5.0; extra == "lmcache"',
             ],
             [],
         ),

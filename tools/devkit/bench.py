@@ -22,7 +22,8 @@ def bench_names() -> list[str]:
 def run_bench(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark in its engine's environment and return its exit code.
 
-    Those of SGLang are named ``sglang_...``, those of mlx-lm ``mlx_...``; all others run in
+    Those of SGLang are named ``sglang_...``, those of mlx-lm ``mlx_...`` and those of LMCache
+    ``lmcache_...``; all others run in
     vLLM's environment.
 
     Parameters
@@ -42,7 +43,7 @@ def run_bench(name: str, arguments: Sequence[str]) -> int:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    engines = {"sglang": recipes.sglang, "mlx": recipes.mlx}
+    engines = {"sglang": recipes.sglang, "mlx": recipes.mlx, "lmcache": recipes.lmcache}
     python = engines.get(name.partition("_")[0], recipes.vllm)().make()
     with locked(dev_home() / "bench.lock"):  # two would slow each other down
         return try_run([python, Path(_BENCH, f"{name}.py"), *arguments], env=variables)

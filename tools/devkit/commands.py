@@ -83,9 +83,11 @@ def _env(arguments: argparse.Namespace) -> int:
         "core": core_python,
         "dashboard": lambda: recipes.dashboard().make(),
         "mlx": lambda: recipes.mlx().make(),
+        "lmcache": lambda: recipes.lmcache().make(),
         "sglang": lambda: recipes.sglang().make(),
         "tools": lambda: recipes.tools().make(),
         "vllm": lambda: recipes.vllm().make(),
+        "vllm_lmcache": recipes.make_vllm_lmcache,
     }
     print(make[arguments.name]())
     return 0

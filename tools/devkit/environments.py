@@ -18,9 +18,10 @@ from pathlib import Path
 from devkit.places import dev_home
 from devkit.shell import DevError, locked, note, output_of, run
 
-__all__ = ["Environment", "Pip", "PipRequirementsOf", "Step"]
+__all__ = ["Environment", "Pip", "PipRequirementsOf", "Sees", "Step"]
 
 _STAMP = ".lifeboat-stamp.json"
+_SITE_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _READ_REQUIREMENTS = """
 import importlib.metadata, json, sys
 print(json.dumps(importlib.metadata.requires(sys.argv[1]) or []))
@@ -57,7 +58,30 @@ class PipRequirementsOf:
         Pip(tuple(wanted)).apply(python)
 
 
-Step = Pip | PipRequirementsOf
+@dataclasses.dataclass(frozen=True)
+class Sees:
+    """See what is installed in other environments, the first of them first.
+
+    Attributes
+    ----------
+    environments
+        Their directories.
+    """
+
+    environments: tuple[str, ...]
+
+    def apply(self, python: Path) -> None:
+        """Write a ``.pth`` file."""
+        answer = output_of([python, "-c", _SITE_PACKAGES])
+        lines = []
+        for directory in self.environments:
+            other = output_of([Path(directory, "bin", "python"), "-c", _SITE_PACKAGES])
+            # Not a bare path: the .pth files that lie there (editable installs) count too.
+            lines.append(f"import site; site.addsitedir({other.strip()!r})")
+        Path(answer.strip(), "others.pth").write_text("\n".join(lines) + "\n")
+
+
+Step = Pip | PipRequirementsOf | Sees
 
 
 def _name(requirement: str) -> str:
@@ -162,5 +186,7 @@ def _digest(parts: Sequence[str]) -> str:
 def _short(step: Step) -> str:
     if isinstance(step, PipRequirementsOf):
         return f"install the requirements of {step.distribution}"
+    if isinstance(step, Sees):
+        return "see " + " and ".join(Path(directory).name for directory in step.environments)
     shown = "install " + " ".join(part for part in step.arguments if not part.startswith("-"))
     return shown if len(shown) <= 100 else f"{shown[:97]}..."

@@ -14,6 +14,7 @@ DISTRIBUTIONS = (
     "lifeboatcache-sglang",
     "lifeboatcache-dashboard",
     "lifeboatcache-mlx",
+    "lifeboatcache-lmcache",
     "lifeboatcache",
 )
 

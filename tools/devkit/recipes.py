@@ -5,10 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from devkit.environments import Environment, Pip, PipRequirementsOf, Step
+from devkit.environments import Environment, Pip, PipRequirementsOf, Sees, Step
 from devkit.places import ROOT, SUPPORT
 
-__all__ = ["dashboard", "environment_names", "mlx", "sglang", "tools", "vllm", "wheels"]
+__all__ = [
+    "dashboard",
+    "environment_names",
+    "lmcache",
+    "make_vllm_lmcache",
+    "mlx",
+    "sglang",
+    "tools",
+    "vllm",
+    "wheels",
+]
 
 _CORE = ROOT / "packages" / "lifeboatcache-core"
 
@@ -29,9 +39,16 @@ _SGLANG_NEEDS = """
 """
 
 
+#: Requirements of LMCache's that are of use with CUDA or with Google's cloud only.
+_LMCACHE_WITHOUT = (
+    "cuda-python", "cufile-python", "cupy-cuda13x", "google-api-core", "google-cloud-bigtable",
+    "setuptools-scm", "torch",
+)  # fmt: skip
+
+
 def environment_names() -> list[str]:
     """Return the names that ``dev.py env`` takes."""
-    return ["core", "dashboard", "mlx", "sglang", "tools", "vllm"]
+    return ["core", "dashboard", "lmcache", "mlx", "sglang", "tools", "vllm", "vllm_lmcache"]
 
 
 def tools() -> Environment:
@@ -102,6 +119,33 @@ def mlx() -> Environment:
         ),
         **_tree(_CORE, ROOT / "packages" / "lifeboatcache-mlx"),
     )  # fmt: skip
+
+
+def lmcache() -> Environment:
+    """Describe the environment of a real LMCache on this machine's CPU, with our tree in it.
+
+    LMCache asks for libraries of CUDA and of Google's cloud, which it does not need here.
+    """
+    return Environment(
+        "lmcache",
+        base=(
+            Pip(("torch==2.13.0",)),
+            Pip(("--no-deps", "lmcache==0.5.6")),
+            PipRequirementsOf("lmcache", _LMCACHE_WITHOUT),
+            Pip(("hatchling", "hypothesis", "pytest", "xxhash")),
+        ),
+        **_tree(_CORE, ROOT / "packages" / "lifeboatcache-lmcache"),
+    )
+
+
+def make_vllm_lmcache() -> Path:
+    """Make the environment that sees vLLM's packages first and LMCache's second.
+
+    They ask for different releases of some packages; with vLLM's both run.
+    """
+    both = [vllm(), lmcache()]
+    seen = tuple(str(environment.make().parents[1]) for environment in both)
+    return Environment("vllm_lmcache", base=(Sees(seen),)).make()
 
 
 def wheels(files: list[Path], digest: str) -> Environment:

@@ -46,13 +46,15 @@ class _Suite:
     @property
     def engine(self) -> bool:
         """Whether the tests need an engine, and its model."""
-        return self.environment in ("vllm", "sglang")
+        return self.environment in ("vllm", "vllm_lmcache", "sglang")
 
     def python(self) -> Path:
         make: dict[str, Callable[[], Path]] = {
             "core": core_python,
             "dashboard": _dashboard_python,
             "mlx": lambda: recipes.mlx().make(),
+            "lmcache": lambda: recipes.lmcache().make(),
+            "vllm_lmcache": recipes.make_vllm_lmcache,
             "sglang": lambda: recipes.sglang().make(),
             "vllm": lambda: recipes.vllm().make(),
         }
@@ -124,9 +126,11 @@ _SUITES = (
     _Suite("vllm", ROOT / "packages" / "lifeboatcache-vllm" / "tests", "vllm"),
     _Suite("sglang", ROOT / "packages" / "lifeboatcache-sglang" / "tests", "sglang"),
     _Suite("mlx", ROOT / "packages" / "lifeboatcache-mlx" / "tests", "mlx"),
+    _Suite("lmcache", ROOT / "packages" / "lifeboatcache-lmcache" / "tests", "lmcache"),
     _Suite("whole", ROOT / "tests", "vllm"),
     _Suite("whole-sglang", ROOT / "tests", "sglang", files="test_sglang_*.py"),
     _Suite("whole-mlx", ROOT / "tests", "mlx", files="test_mlx_*.py"),
+    _Suite("whole-lmcache", ROOT / "tests", "vllm_lmcache", files="test_lmcache_*.py"),
 )
 
 

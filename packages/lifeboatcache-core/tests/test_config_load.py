@@ -654,7 +654,7 @@ def test_every_key_is_described() -> None:
     from lifeboat_cache.config.describe import entries
 
     found = [entry for _, _, own in entries() for entry in own]
-    assert len(found) == 38
+    assert len(found) == 41
     for entry in found:
         assert entry.field.description, entry.path
         assert entry.key.allowed, entry.path

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from vllm.plugins import load_general_plugins
 from lifeboat_cache.config import load_config
 from lifeboat_cache.engines.places import places_reason
 from lifeboat_cache.engines.switch import is_enabled
+from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations import (
     vllm_activation,
     vllm_memory,
@@ -376,3 +379,64 @@ def test_limits_of_cgroups_are_seen(tmp_path: Path, version: int) -> None:
     assert limits["memory left in this cgroup"] == 55 << 20
     assert limits["available memory"] == 50_000_000 * 1024
     assert limits["free space in /dev/shm"] > 0
+
+
+def _mode_lmcache(
+    home: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None] | None
+) -> None:
+    """Choose the mode `lmcache`, with a connector whose ``prepare`` is this, or with none."""
+    (home / "lifeboat.yaml").write_text("engine: {vllm_mode: lmcache}\n")
+    name = vllm_activation._CONNECTOR_MODULE
+    if prepare is None:
+        found = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda wanted, *rest: None if wanted == name else found(wanted, *rest),
+        )
+    else:
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.prepare = prepare  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_the_mode_lmcache_takes_our_connector_on_any_platform(
+    launch: Launch, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = []
+    _mode_lmcache(home, monkeypatch, lambda config, loaded: prepared.append(config))
+    config = launch(offloads=False)
+    assert config.kv_transfer_config.kv_connector == "LifeboatConnector"
+    assert config.kv_transfer_config.kv_connector_module_path == vllm_activation._CONNECTOR_MODULE
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert prepared == [config]
+    assert any("LMCache with a server on port 6555" in line for line in said(caplog))
+
+
+def test_the_mode_lmcache_stands_down_without_lmcache(
+    launch: Launch, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _mode_lmcache(home, monkeypatch, None)
+    assert launch().kv_transfer_config is None
+    assert any("lifeboatcache-lmcache is not installed" in line for line in said(caplog))
+
+
+def test_the_mode_lmcache_stands_down_where_its_server_does_not_start(
+    launch: Launch, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(config: Any, loaded: Any) -> None:
+        raise LifeboatError("the LMCache server did not start: see its log")
+
+    _mode_lmcache(home, monkeypatch, fail)
+    assert launch().kv_transfer_config is None
+    assert any("did not start: see its log" in line for line in said(caplog))
+
+
+def test_an_explicit_choice_wins_over_the_mode_lmcache(
+    launch: Launch, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _mode_lmcache(home, monkeypatch, lambda config, loaded: pytest.fail("it was prepared"))
+    chosen = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    config = launch(kv_transfer_config=chosen)
+    assert config.kv_transfer_config.kv_connector == "ExampleConnector"

@@ -31,12 +31,19 @@ def test_what_it_brings_is_in_this_tree() -> None:
 
 def test_an_extra_brings_nothing_that_is_not_in_this_tree() -> None:
     extras = _project(_PACKAGE)["project"]["optional-dependencies"]
-    assert set(extras) == {"mlx", "sglang"}
+    assert set(extras) == {"lmcache", "mlx", "sglang", "vllm"}
     for dependency in (one for wanted in extras.values() for one in wanted):
-        name, _, version = dependency.partition("~=")
+        whole, _, version = dependency.partition("~=")
+        name, _, extra = whole.rstrip("]").partition("[")
         project = _project(_PACKAGE.parent / name)["project"]
         assert project["name"] == name
         assert project["version"].startswith(version.rpartition(".")[0])
+        assert not extra or extra in project["optional-dependencies"]
+
+
+def test_the_extra_that_brings_lmcache_brings_a_tested_one() -> None:
+    extras = _project(_PACKAGE.parent / "lifeboatcache-lmcache")["project"]["optional-dependencies"]
+    assert extras == {"lmcache": ["lmcache==0.5.6"]}
 
 
 def test_it_holds_no_code() -> None:

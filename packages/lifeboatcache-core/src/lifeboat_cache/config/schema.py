@@ -552,8 +552,8 @@ class Engine(Section):
     ] = Field(
         default=20.0,
         description="Memory for vLLM's CPU tier, through which blocks pass on their way to and "
-        "from storage, for all data-parallel ranks on this host together. Less is taken when "
-        "/dev/shm or the memory left is smaller.",
+        "from storage, for all data-parallel ranks on this host together; in the mode `lmcache` "
+        "that of the LMCache server. Less is taken when /dev/shm or the memory left is smaller.",
     )
     native_block_tokens: Annotated[
         int,
@@ -595,6 +595,29 @@ class Engine(Section):
     ] = Field(
         default=8,
         description="The most threads that read and write storage in one engine process.",
+    )
+    vllm_mode: Annotated[
+        Literal["native", "lmcache"],
+        Key(allowed="native or lmcache", example="native"),
+    ] = Field(
+        default="native",
+        description="What `LIFEBOAT_CACHE=1` switches on in vLLM. `native`: vLLM's own offloading "
+        "with LifeboatCache as a tier. `lmcache`: LMCache with LifeboatCache as its second tier, "
+        "in a server that all engines of the node share (needs lifeboatcache-lmcache).",
+    )
+    lmcache_port: Annotated[
+        int,
+        Field(ge=1024, le=65533),
+        Key(allowed="a whole number from 1024 to 65533", example="6555"),
+    ] = Field(
+        default=6555,
+        description="Where the local LMCache server listens. Its HTTP interface has the next port, "
+        "its metrics the one after.",
+    )
+    lmcache_stays: _Switch = Field(
+        default=False,
+        description="Whether the LMCache server that engines have started stays when the last of "
+        "them has ended. Otherwise it then writes what is queued, and ends.",
     )
 
     @property

@@ -1,4 +1,6 @@
-"""``LIFEBOAT_CACHE=1``: native offloading with our tier, where the launch chose nothing.
+"""``LIFEBOAT_CACHE=1``: what ``engine.vllm_mode`` says, where the launch chose nothing.
+
+``native``: vLLM's own offloading with our tier; ``lmcache``: LMCache with our server.
 
 An explicit choice (``--kv-transfer-config``, ``--kv-offloading-size``) always wins,
 and a launch that works without LifeboatCache works with it: the engine's
@@ -10,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-from lifeboat_cache.config import load_config
+from lifeboat_cache.config import LoadedConfig, load_config
 from lifeboat_cache.engines.places import places_reason
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations.vllm_handover import CHUNK_TOKENS_KEY
@@ -27,10 +30,15 @@ __all__ = ["TIER_MODULE", "TIER_TYPE", "install"]
 TIER_MODULE = "lifeboat_cache.integrations.vllm_tier"
 TIER_TYPE = "LifeboatTier"
 
+#: The other mode, and its connector.
+_LMCACHE = "lmcache"
+_CONNECTOR_MODULE = "lifeboat_cache.integrations.vllm_connector"
+
 #: Handed by a launcher to the API servers that it starts beside its engines: bytes
-#: of the CPU tier, 0 = none. They configure the launch once more, when the engines may
-#: have taken the memory already, and must not decide otherwise: an API server fails on
-#: the statistics of a connector that its own configuration does not have.
+#: of the CPU tier, 0 = none, or the name of the other mode. They configure the launch once
+#: more, when the engines may have taken the memory already, and must not decide otherwise:
+#: an API server fails on the statistics of a connector that its own configuration does not
+#: have.
 _DECIDED = "_LIFEBOAT_CACHE_CPU_TIER_BYTES"
 
 _MARK = "_lifeboat_activation"
@@ -68,7 +76,7 @@ def install(platform_can_offload: Callable[[], bool]) -> None:
             if config.kv_transfer_config is not None:
                 pass  # vLLM itself decided on one
             elif decided is not None:
-                _follow(config, int(decided))
+                _follow(config, decided)
             else:
                 taken = _complete(config, platform_can_offload)
                 if rank < 0:
@@ -90,17 +98,19 @@ def _stand_down(reason: str) -> None:
     show_stand_down(reason)
 
 
-def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int:
-    """Set native offloading with our tier, or stand down with one line.
+def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int | str:
+    """Set what the configuration says, or stand down with one line.
 
-    Returns the bytes of the CPU tier, 0 = it stands down.
+    Returns the bytes of the CPU tier, the name of another mode, or 0 = it stands down.
     """
     try:
         loaded = load_config()
     except LifeboatError as exc:
         _stand_down(str(exc))
         return 0
-    reason = _unsupported(config, platform_can_offload)
+    if loaded.config.engine.vllm_mode == _LMCACHE:
+        return _complete_lmcache(config, loaded)
+    reason = _platform_reason(platform_can_offload) or _unsupported(config)
     if reason is None:
         ranks, local = _ranks(config.parallel_config)
         tier = size_cpu_tier(
@@ -139,10 +149,49 @@ def _complete(config: Any, platform_can_offload: Callable[[], bool]) -> int:
     return tier.bytes
 
 
-def _follow(config: Any, cpu_bytes: int) -> None:
+def _complete_lmcache(config: Any, loaded: LoadedConfig) -> int | str:
+    """Set the connector of the mode `lmcache`, or stand down with one line."""
+    reason = _unsupported(config) or places_reason(loaded.config)
+    if reason is None and importlib.util.find_spec(_CONNECTOR_MODULE) is None:
+        reason = (
+            "engine.vllm_mode is lmcache, and lifeboatcache-lmcache is not installed: "
+            'pip install "lifeboatcache[vllm]", or set it to native'
+        )
+    if reason is not None:
+        _stand_down(reason)
+        return 0
+    # An engine whose connector fails does not start, so what can fail is tried here.
+    importlib.import_module(_CONNECTOR_MODULE).prepare(config, loaded)
+    _set_lmcache(config)
+    verify = getattr(config, "_verify_kv_transfer_compat", None)
+    if verify is not None:
+        verify()
+    _log.info(
+        "LifeboatCache is on: LMCache with a server on port %d, configuration from %s",
+        loaded.config.engine.lmcache_port,
+        loaded.source,
+    )
+    return _LMCACHE
+
+
+def _set_lmcache(config: Any) -> None:
+    from vllm.config import KVTransferConfig
+
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LifeboatConnector",
+        kv_connector_module_path=_CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"lifeboat.activated": True},
+    )
+
+
+def _follow(config: Any, decided: str) -> None:
     """Configure an API server as its launcher has configured the engines."""
-    if cpu_bytes:
-        _set(config, cpu_bytes, 0)
+    if decided == _LMCACHE:
+        _set_lmcache(config)
+    elif int(decided):
+        _set(config, int(decided), 0)
 
 
 def _set(config: Any, cpu_bytes: int, tokens: int) -> None:
@@ -175,10 +224,14 @@ def _spread(parallel: Any) -> bool:
     return local < ranks and not offline and not getattr(parallel, "local_engines_only", False)
 
 
-def _unsupported(config: Any, platform_can_offload: Callable[[], bool]) -> str | None:
-    """Why native offloading cannot work for this launch, ``None`` if it can."""
+def _platform_reason(platform_can_offload: Callable[[], bool]) -> str | None:
     if not platform_can_offload():
         return "vLLM offloads KV only on CUDA, ROCm and XPU platforms"
+    return None
+
+
+def _unsupported(config: Any) -> str | None:
+    """Why no connector can work for this launch, ``None`` if one can."""
     if _spread(config.parallel_config):
         return (
             "data-parallel ranks of this launch run on several hosts behind one API server, which "

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from blake3 import blake3
@@ -31,6 +32,7 @@ __all__ = [
     "effective_config",
     "engine_identity",
     "identify_engine",
+    "identify_model",
     "model_directory",
     "standdown_reason",
     "unstable_hash_reason",
@@ -300,11 +302,43 @@ def engine_identity(
     IdentityError
         If something that matters has no unambiguous spelling.
     """
+    identity, display = _model_identity(
+        vllm_config,
+        salt=salt,
+        weights=weights,
+        draft_weights=draft_weights,
+        engine_version=engine_version,
+    )
+    identity |= {
+        "kind": "vllm-engine",
+        "platform": _platform(vllm_config, kv_cache_config),
+        "parallel": {
+            **select_fields(vllm_config.parallel_config, rules.PARALLEL, "parallel_config"),
+            **_parallel_sizes(offloading_config),
+        },
+        "kv": _kv(kv_cache_config, offloading_config, row_bytes),
+    }
+    display |= {
+        "dtype": str(offloading_config.model.dtype),
+        "tensor_parallel_size": int(offloading_config.parallel.tp_size),
+        "pipeline_parallel_size": int(offloading_config.parallel.pp_size),
+    }
+    return identity, display
+
+
+def _model_identity(
+    vllm_config: Any,
+    *,
+    salt: str,
+    weights: WeightsIdentity,
+    draft_weights: WeightsIdentity | None,
+    engine_version: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of an identity follows from ``VllmConfig`` alone."""
     model, directory = model_section(
         vllm_config.model_config, vllm_config.load_config, weights, "model_config"
     )
     identity: dict[str, Any] = {
-        "kind": "vllm-engine",
         "adapter": {"name": _ADAPTER, "format": ADAPTER_FORMAT},
         "engine": {
             "name": "vllm",
@@ -313,7 +347,6 @@ def engine_identity(
                 getattr(vllm_config, "use_v2_model_runner", None), "use_v2_model_runner"
             ),
         },
-        "platform": _platform(vllm_config, kv_cache_config),
         "environment": _environment(),
         "model": model,
         "cache": select_fields(vllm_config.cache_config, rules.CACHE, "cache_config"),
@@ -323,11 +356,6 @@ def engine_identity(
         "mamba": select_fields(
             getattr(vllm_config, "mamba_config", None), rules.MAMBA, "mamba_config"
         ),
-        "parallel": {
-            **select_fields(vllm_config.parallel_config, rules.PARALLEL, "parallel_config"),
-            **_parallel_sizes(offloading_config),
-        },
-        "kv": _kv(kv_cache_config, offloading_config, row_bytes),
         "speculative": _speculative(vllm_config, weights, draft_weights),
         "other": select_fields(vllm_config, rules.ENGINE, "vllm_config"),
         "salt": _salt(salt),
@@ -336,9 +364,6 @@ def engine_identity(
         "engine": f"vllm {engine_version}",
         "model": str(vllm_config.model_config.model),
         "directory": directory.name if directory is not None else None,
-        "dtype": str(offloading_config.model.dtype),
-        "tensor_parallel_size": int(offloading_config.parallel.tp_size),
-        "pipeline_parallel_size": int(offloading_config.parallel.pp_size),
         "weights": weights.to_display(),
         "draft_weights": draft_weights.to_display() if draft_weights is not None else None,
     }
@@ -405,6 +430,73 @@ def identify_engine(
     reason = standdown_reason(vllm_config, offloading_config)
     if reason is not None:
         raise IdentityError(reason)
+    weights, draft_weights = _all_weights(vllm_config, should_stop, not_after)
+    return engine_identity(
+        vllm_config,
+        kv_cache_config,
+        offloading_config,
+        salt=salt,
+        weights=weights,
+        draft_weights=draft_weights,
+        engine_version=engine_version,
+        row_bytes=row_bytes,
+    )
+
+
+def identify_model(
+    vllm_config: Any,
+    *,
+    salt: str,
+    engine_version: str,
+    not_after: float | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Describe what decides an engine's KV, as far as ``VllmConfig`` says it.
+
+    All processes of an engine have that in common; ``KVCacheConfig`` differs between them.
+    For who keeps KV in a form of its own, whose shape is told apart elsewhere.
+
+    Parameters
+    ----------
+    vllm_config, salt, engine_version, not_after
+        See :func:`identify_engine`.
+
+    Returns
+    -------
+    identity, display
+        See :func:`engine_identity`.
+
+    Raises
+    ------
+    IdentityError
+        If the engine's KV must not be shared; the message says why.
+    """
+    reason = standdown_reason(vllm_config, None)
+    if reason is not None:
+        raise IdentityError(reason)
+    weights, draft_weights = _all_weights(vllm_config, None, not_after)
+    identity, display = _model_identity(
+        vllm_config,
+        salt=salt,
+        weights=weights,
+        draft_weights=draft_weights,
+        engine_version=engine_version,
+    )
+    head = vllm_config.model_config.get_head_size()
+    spec = SimpleNamespace(head_size=head, block_size=vllm_config.cache_config.block_size)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    identity |= {
+        "kind": "vllm-model",
+        "platform": _platform(vllm_config, groups),
+        "parallel": select_fields(vllm_config.parallel_config, rules.PARALLEL, "parallel_config"),
+        "block_tokens": int(spec.block_size),
+    }
+    return identity, display
+
+
+def _all_weights(
+    vllm_config: Any, should_stop: Callable[[], bool] | None, not_after: float | None
+) -> tuple[WeightsIdentity, WeightsIdentity | None]:
+    """Fingerprint the model, and the draft model if there is one with weights of its own."""
 
     def fingerprint(model: Any, load: Any) -> WeightsIdentity:
         load_format = str(load.load_format)
@@ -428,13 +520,4 @@ def identify_engine(
         load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
         same = str(draft.model) == str(model.model) and load is vllm_config.load_config
         draft_weights = None if same else fingerprint(draft, load)
-    return engine_identity(
-        vllm_config,
-        kv_cache_config,
-        offloading_config,
-        salt=salt,
-        weights=weights,
-        draft_weights=draft_weights,
-        engine_version=engine_version,
-        row_bytes=row_bytes,
-    )
+    return weights, draft_weights

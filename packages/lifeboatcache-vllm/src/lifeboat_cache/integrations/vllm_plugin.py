@@ -6,6 +6,7 @@ It costs next to nothing there: what is needed is imported when vLLM comes to it
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ __all__ = ["register", "registered", "set_platform_check"]
 _log = logging.getLogger("lifeboat_cache")
 _registered = False
 
+_CONNECTOR = "lifeboat_cache.integrations.vllm_connector"
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _ARGUMENTS = "vllm.engine.arg_utils"
 
@@ -74,6 +76,18 @@ def _hand_over() -> None:
     from lifeboat_cache.integrations import vllm_handover
 
     vllm_handover.install()
+    _offer_connector()
+
+
+def _offer_connector() -> None:
+    """Let vLLM know the connector of the mode `lmcache`, if that is installed."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if importlib.util.find_spec(_CONNECTOR) is None:
+        return
+    # vLLM raises where the name is taken: by this plugin, in a process that was forked.
+    if "LifeboatConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("LifeboatConnector", _CONNECTOR, "LifeboatConnector")
 
 
 def _activate() -> None:

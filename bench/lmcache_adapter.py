@@ -1,0 +1,298 @@
+"""Stores and loads through LMCache's adapter interface, without a model.
+
+    python3 tools/dev.py bench lmcache_adapter
+
+Ours beside LMCache's own adapters `fs` and `fs_native` (with O_DIRECT and through the page
+cache) and its fp8 serde on `fs_native`, with LMCache's own keys, objects and descriptors,
+called as its controllers do: tasks of an eighth of the objects, so many of them under way at
+the same time as --in-flight says. Beside the medium itself (large reads and writes of the
+same bytes by several threads, in a process of their own), the page cache and a copy in
+memory. Speeds are in bytes of KV.
+
+With 64 objects of 16 MiB it needs about 5 GB of memory and 6 GB of the medium: .dev/bench
+unless --root names another place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from devkit.places import dev_home
+from lmcache_rig import PLUGIN, Driver, Memory, desc, keys
+from raw_process import RawProcess
+
+from lifeboat_cache.bench import (
+    LEAST_PAIRS,
+    Report,
+    compare,
+    forget_pages,
+    machine_use,
+    ready_kernels,
+    rotated,
+    without_kernels,
+)
+
+_MEDIUM, _CACHED, _MEMORY = "the medium", "preadv from the page cache", "memcpy"
+
+#: Objects and their shape, by the name of their size; all of 256 tokens in bf16.
+_SIZES = {"16MiB": (64, (2, 16, 256, 1024)), "1MiB": (256, (2, 4, 64, 1024))}
+
+_TASKS = 8
+
+#: Threads of the raw limit, as ours has.
+_DEPTH = 8
+
+#: LMCache's adapters; the names of ours are those of codecs.
+_PEERS: dict[str, dict[str, Any]] = {
+    "fs": {"type": "fs", "use_odirect": True},
+    "fs_native": {"type": "fs_native", "use_odirect": True},
+    "fs buffered": {"type": "fs"},
+    "fs_native buffered": {"type": "fs_native"},
+    "fs_native fp8": {"type": "fs_native", "use_odirect": True, "serde": {"type": "fp8"}},
+}
+
+_OURS = ("raw", "lossless", "fp8", "lbq4", "auto")
+
+
+def say(text: str) -> None:
+    """Tell whoever runs the benchmark what is going on."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+class _Party:
+    """An adapter with a directory of its own."""
+
+    def __init__(self, name: str, place: Path, memory: Memory) -> None:
+        self.place = place
+        self.name = name
+        self.memory = memory
+        place.mkdir(parents=True)
+        self.driver = self._open()
+
+    def _open(self) -> Driver:
+        from lmcache.v1.distributed.l2_adapters.config import (
+            get_registered_l2_adapter_config_class as config_class,
+        )
+        from lmcache.v1.distributed.l2_adapters.factory import (
+            create_l2_adapter_from_registry,
+            load_all_adapters,
+        )
+
+        load_all_adapters()
+        described = _PEERS.get(self.name)
+        if described is None:
+            config = self.place / "lifeboat.yaml"
+            config.write_text(
+                f"storage: {{fallback_local: {{path: {self.place / 'kv'}, min_free_gb: 1}}}}\n"
+                f"compression: {{ladder: {{local: {self.name}}}}}\n"
+                "agent: {autostart: false}\n"
+            )
+            config.chmod(0o600)
+            described = {**PLUGIN, "adapter_params": {"config": str(config)}}
+        else:
+            described = {**described, "base_path": str(self.place / "files")}
+        parsed = config_class(described["type"]).from_dict(described)
+        adapter = create_l2_adapter_from_registry(parsed, self.memory.manager.get_l1_memory_desc())
+        if "serde" in described:
+            from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
+            from lmcache.v1.distributed.serde import create_serde_processor
+
+            adapter = SerdeL2AdapterWrapper(
+                inner=adapter,
+                serde=create_serde_processor(described["serde"]),
+                l1_manager=self.memory.manager,
+            )
+        return Driver(adapter, timeout=300)
+
+    def run(self, what: str, objects: Sequence[Any], names: Sequence[Any], flight: int) -> float:
+        """Seconds to store or load all objects, some tasks at a time."""
+        driver, adapter = self.driver, self.driver.adapter
+        step = len(objects) // _TASKS
+        waiting = deque(range(0, len(objects), step))
+        under_way: deque[tuple[int, int]] = deque()
+        begin = time.perf_counter()
+        while waiting or under_way:
+            while waiting and len(under_way) < flight:
+                at = waiting.popleft()
+                mine, ones = list(names[at : at + step]), list(objects[at : at + step])
+                submit = adapter.submit_store_task if what == "store" else adapter.submit_load_task
+                under_way.append((submit(mine, ones), step))
+            task, count = under_way.popleft()
+            if what == "store":
+                assert driver.stored(task).is_successful()
+            else:
+                assert driver.loaded(task).popcount() == count
+        return time.perf_counter() - begin
+
+    def ready(self, names: Sequence[Any], layout: Any) -> None:
+        """Wait until the adapter knows what is there."""
+        assert len(self.driver.lookup(list(names), {0: layout})) == len(names)
+
+    def stored(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_blocks * 512 for path in self.place.rglob("*") if path.is_file())
+
+    def reopen(self) -> None:
+        """End the adapter and begin anew, as a restart of the server does."""
+        self.driver.adapter.close()
+        self.driver = self._open()
+
+    def empty(self) -> None:
+        """Give the medium its space back."""
+        self.driver.adapter.close()
+        for name in ("kv", "files"):
+            shutil.rmtree(self.place / name, ignore_errors=True)
+        self.driver = self._open()
+
+    def close(self) -> None:
+        self.driver.adapter.close()
+
+
+def measure(
+    report: Report, root: Path, name: str, flight: int, parties: Sequence[str], rounds: int
+) -> None:
+    """Measure one size of objects and report it."""
+    count, shape = _SIZES[name]
+    layout = desc(shape)
+    size = 2
+    for length in shape:
+        size *= length
+    moved = count * size
+    memory = Memory(2 * moved + (1 << 30))
+    names = keys(count)
+    sources = memory.filled(names, layout)
+    targets = memory.objects(names, layout)
+    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    place = Path(tempfile.mkdtemp(prefix="lmcache_adapter-", dir=root))
+    made: dict[str, _Party] = {}
+    try:
+        for number, party in enumerate(parties):
+            made[party] = _Party(party, place / f"party-{number}", memory)
+        block = min(size, 1 << 20)
+        with RawProcess(place / "raw", size=moved, block=block, depth=_DEPTH) as raw:
+            for turn in range(-1, rounds):  # the first round is thrown away
+                if turn == 0:
+                    samples.clear()
+                for who in rotated([*parties, _MEDIUM], turn):
+                    found = samples[who]
+                    if who == _MEDIUM:
+                        for what, operation, limit in (
+                            ("store", "write", _MEDIUM),
+                            ("load cold", "read", _MEDIUM),
+                            ("load hot", "read_cached", _CACHED),
+                            ("load hot", "copy", _MEMORY),
+                        ):
+                            seconds = raw.run(operation, lambda: time.sleep(0.001))
+                            samples[limit][what].append(moved / seconds / 1e9)
+                        continue
+                    one = made[who]
+                    seconds = one.run("store", sources, names, flight)
+                    found["store"].append(moved / seconds / 1e9)
+                    found["stored"].append(float(one.stored()))
+                    one.reopen()
+                    one.ready(names, layout)
+                    forget_pages(one.place)
+                    seconds = one.run("load", targets, names, flight)
+                    found["load cold"].append(moved / seconds / 1e9)
+                    seconds = one.run("load", targets, names, flight)
+                    found["load hot"].append(moved / seconds / 1e9)
+                    one.empty()
+            direct = ", O_DIRECT" if raw.direct else ", buffered"
+    finally:
+        for one in made.values():
+            one.close()
+        memory.free()
+        memory.close()
+        shutil.rmtree(place, ignore_errors=True)
+    _report(report, f"{count} x {name}, {flight} in flight", samples, parties, direct)
+
+
+def _report(
+    report: Report,
+    case: str,
+    samples: dict[str, dict[str, list[float]]],
+    parties: Sequence[str],
+    direct: str,
+) -> None:
+    names = {_MEDIUM: f"pread and pwrite{direct}"}
+    peers: list[str | None] = [party for party in parties if party in _PEERS]
+    for ours in (party for party in parties if party in _OURS):
+        for metric, unit in (
+            ("store", "GB/s"),
+            ("load cold", "GB/s"),
+            ("load hot", "GB/s"),
+            ("stored", "bytes"),
+        ):
+            limits: list[str | None] = [
+                who for who in (_MEDIUM, _CACHED, _MEMORY) if metric in samples[who]
+            ]
+            wide = max(len(peers), len(limits), 1)
+            pairs = zip(
+                (peers or [None]) + [None] * (wide - max(1, len(peers))),
+                (limits or [None]) + [None] * (wide - max(1, len(limits))),
+                strict=True,
+            )
+            for peer, limit in pairs:
+                report.add(
+                    compare(
+                        "lmcache_adapter",
+                        f"{case}, {ours}{without_kernels()}",
+                        metric,
+                        unit,
+                        samples[ours][metric],
+                        peer=None if peer is None else (peer, samples[peer][metric]),
+                        limit=None
+                        if limit is None
+                        else (names.get(limit, limit), samples[limit][metric]),
+                    )
+                )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="dev.py bench lmcache_adapter",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sizes", nargs="+", choices=_SIZES, default=list(_SIZES))
+    parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 4])
+    parser.add_argument(
+        "--parties",
+        nargs="+",
+        choices=(*_OURS, *_PEERS),
+        default=["raw", "fp8", *_PEERS],
+        help="codecs of our store, and LMCache's adapters",
+    )
+    parser.add_argument("--root", type=Path, help="where to put the files")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not compile kernels that are not there"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < LEAST_PAIRS:
+        parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
+    os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
+    ready_kernels(say, compiling=not arguments.no_compile)
+    root = arguments.root or dev_home() / "bench"
+    root.mkdir(parents=True, exist_ok=True)
+    report = Report(arguments.json)
+    machine_use("before")
+    for name in arguments.sizes:
+        for flight in arguments.in_flight:
+            measure(report, root, name, flight, arguments.parties, arguments.rounds)
+    machine_use("after")
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
