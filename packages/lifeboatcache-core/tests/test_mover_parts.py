@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lifeboat_cache.batch import BlockBuffers
-from lifeboat_cache.config.schema import Tier
+from lifeboat_cache.config.schema import Config, Tier
 from lifeboat_cache.errors import FormatError
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.index import Index
@@ -25,7 +25,7 @@ from lifeboat_cache.mover.arena import PAGE, Arena, Extent, padded_offsets
 from lifeboat_cache.mover.breaker import Breaker, BreakerState
 from lifeboat_cache.mover.feed import FedIndex, Subscription, take_in
 from lifeboat_cache.mover.hanging import needs_mover, resolved_mount
-from lifeboat_cache.mover.places import target_key
+from lifeboat_cache.mover.places import MoverPlaces, forget_old, target_key
 from lifeboat_cache.mover.throttle import Throttle
 from lifeboat_cache.mover.wire import MOST_BODY, Kind, Message, Receiver, from_json, receive, send
 from lifeboat_cache.targets.mounts import Mount
@@ -414,6 +414,48 @@ def test_what_a_mover_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("lifeboat_cache.mover.hanging.mounts", list)
     assert needs_mover(tier()), "nothing is known of the mounts"
     assert target_key(tier()) == target_key(tier(capacity_gb=5.0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"type": "filesystem", "capacity_gb": "200G", "timeout_s": "5s", "direct_io": "off"},
+        {"type": "nfs", "mount": "/mnt/x", "protocol": "pnfs", "file_mode": "0660", "group": "kv"},
+        {"type": "ontap", "bandwidth_limit_gbps": 2.5},
+    ],
+)
+def test_mover_keeps_the_tier_that_an_engine_wants(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    tier = Tier.model_validate({"name": "x", "path": "/mnt/x/kv", **settings})
+    places = MoverPlaces.of(tmp_path / "home", target_key(tier))
+    assert places.wanted() == []
+    places.want(tier)
+    places.want(tier)
+    assert places.wanted() == [tier]
+    places.withdraw()
+    assert places.wanted() == []
+
+
+def test_fallback_may_need_a_mover_too(tmp_path: Path) -> None:
+    tier = Config.model_validate({}).storage.fallback_local.as_tier()
+    places = MoverPlaces.of(tmp_path / "home", target_key(tier))
+    places.want(tier)
+    assert places.wanted() == [tier]
+
+
+def test_what_is_wanted_by_nobody_any_more_is_forgotten(tmp_path: Path) -> None:
+    tier = Tier.model_validate({"name": "x", "type": "filesystem", "path": "/mnt/x/kv"})
+    places = MoverPlaces.of(tmp_path, target_key(tier))
+    places.want(tier)
+    (mine,) = (tmp_path / "run").glob("*.want-*")
+    os.utime(mine, (time.time() - 120, time.time() - 120))
+    assert places.wanted() == [], "its process has died"
+    forget_old(tmp_path)
+    assert mine.exists()
+    os.utime(mine, (time.time() - 3600, time.time() - 3600))
+    forget_old(tmp_path)
+    assert not mine.exists()
 
 
 # Messages -------------------------------------------------------------------
