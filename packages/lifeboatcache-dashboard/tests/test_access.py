@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 from published import MadeUpHome, engine_facts
+from vllm_server import free_port
 
 from lifeboat_cache.config import Dashboard as Settings
 from lifeboat_cache.dashboard.access import Access, is_loopback, load_secret, refusal
@@ -39,17 +40,10 @@ def test_others_reach_it_only_with_a_token() -> None:
 
 
 def test_a_taken_address_is_said() -> None:
-    with listen(Settings(port=_free())) as taken:
+    with listen(Settings(port=free_port())) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CannotListenError, match=r"choose another dashboard\.port"):
             listen(Settings(port=port))
-
-
-def _free() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_without_the_token_nothing_is_told(dashboard: Dashboard, made: MadeUpHome) -> None:

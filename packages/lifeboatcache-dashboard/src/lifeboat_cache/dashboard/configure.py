@@ -30,19 +30,17 @@ class CheckRequest(BaseModel):
     values
         Texts by name of the field, as ``GET /api/configure`` shows them; an empty one takes the
         key out of the file, one that is missing leaves it.
+    token
+        Of ``GET /api/configure``: what the values were made from. If the file was changed since,
+        only values that differ from that count.
     """
 
     values: _Values = Field(max_length=2000)
+    token: str = Field(default="", max_length=64)
 
 
 class SaveRequest(CheckRequest):
-    """What is to be saved.
-
-    Attributes
-    ----------
-    token
-        Of ``GET /api/configure``: what the values were made from.
-    """
+    """What is to be saved; the token is needed."""
 
     token: str = Field(max_length=64)
 
@@ -97,15 +95,23 @@ def configure_routes(source: Source, editor: Editor, pages: Pages) -> APIRouter:
         stored = editor.read()
         if stored.problem:
             raise RefusedError(403, stored.problem)
+        token = form.get("token", "")
+        old = token != stored.token
+        form = editor.own_changes(stored, form, token)
         proposal = editor.propose(stored, form)
-        if form.get("action") != "save" or proposal.problems:
+        if form.get("action") != "save" or proposal.problems or old:
             said = "" if proposal.changes or proposal.problems else "Nothing was changed."
-            status = 422 if proposal.problems else 200
+            if old:
+                said = (
+                    "The configuration file was changed in the meantime, so nothing was saved. "
+                    "What you changed is kept, beside what the file says now: look at it again."
+                )
+            status = 409 if old else 422 if proposal.problems else 200
             return page(
                 request, form=form, proposal=proposal, message=said, status=status, reviewed=True
             )
         try:
-            saved = editor.save(form, form.get("token", ""))
+            saved = editor.save(form, token)
         except RefusedError as error:
             # What was typed stays, beside what the file says now.
             proposal = editor.propose(editor.read(), form)
@@ -136,7 +142,9 @@ def configure_routes(source: Source, editor: Editor, pages: Pages) -> APIRouter:
     @routes.post("/api/configure/check", tags=["changes"])
     def check(wanted: CheckRequest) -> dict[str, Any]:
         """What values would change, and what the schema says of them."""
-        return _answer(editor.propose(editor.read(), wanted.values))
+        stored = editor.read()
+        typed = editor.own_changes(stored, wanted.values, wanted.token)
+        return _answer(editor.propose(stored, typed))
 
     @routes.post("/api/configure/save", tags=["changes"])
     def save(wanted: SaveRequest) -> dict[str, Any]:

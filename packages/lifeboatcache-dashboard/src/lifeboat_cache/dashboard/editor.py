@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 import typing
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ __all__ = ["LISTS", "SECTIONS", "Change", "Editor", "FormKey", "Proposal", "Stor
 SECTIONS = ("storage", "compression", "eviction", "engine", "agent", "telemetry")
 
 _DIFF_LINES = 3
+
+#: So many versions of the file are remembered, for who still has an older page.
+_SEEN = 32
 
 _NEW = "new"
 _REMOVE = "!remove"
@@ -220,6 +224,7 @@ class Editor:
         self._config_path = config_path
         self._environ = dict(environ)
         self._guard = threading.Lock()
+        self._seen: OrderedDict[str, Stored] = OrderedDict()
 
     def read(self) -> Stored:
         """The file now.
@@ -248,7 +253,7 @@ class Editor:
             raise RefusedError(
                 409, f"{error.filename} cannot be read ({error.strerror}): correct its mode"
             ) from error
-        return Stored(
+        stored = Stored(
             source.path,
             source.exists,
             text,
@@ -257,6 +262,47 @@ class Editor:
             own,
             _refusal(values) or _not_writable(source.path),
         )
+        self._seen[stored.token] = stored
+        while len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+        return stored
+
+    def own_changes(self, stored: Stored, form: Mapping[str, str], token: str) -> dict[str, str]:
+        """What somebody typed into a form that was made from an older file.
+
+        Fields that were left as they were say nothing: somebody else may have changed them
+        since. So do fields of a list that has changed as a whole.
+
+        Parameters
+        ----------
+        stored
+            The file now.
+        form
+            All fields.
+        token
+            Of what the form was made from; one that is not known leaves the form as it is.
+        """
+        base = self._seen.get(token)
+        if base is None or token == stored.token:
+            return dict(form)
+        typed = dict(form)
+        for path, keys in form_keys().items():
+            section = tuple(part.removesuffix("[]") for part in path)
+            paths: list[yamltext.Path] = [(*section, key.name) for key in keys]
+            if section in LISTS:
+                prefix = f"{'.'.join(section)}."
+                old = _at(base.values, section) or []
+                if old != (_at(stored.values, section) or []):
+                    for name in [name for name in typed if name.startswith(prefix)]:
+                        if not name.startswith(f"{prefix}{_NEW}."):
+                            del typed[name]
+                    continue
+                paths = [(*section, at, key.name) for at in range(len(old)) for key in keys]
+            for where, key in zip(paths, keys * (len(paths) // len(keys)), strict=True):
+                name = ".".join(map(str, where))
+                if typed.get(name, "").strip() == base.text_of(where, key):
+                    typed.pop(name, None)
+        return typed
 
     def propose(self, stored: Stored, form: Mapping[str, str]) -> Proposal:
         """What a form would do to the file.

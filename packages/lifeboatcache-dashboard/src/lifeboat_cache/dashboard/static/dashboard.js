@@ -133,7 +133,7 @@
       const answer = await fetch("/api/configure/check", {
         method: "POST",
         headers: { "content-type": "application/json", "x-csrf-token": form.elements.csrf.value },
-        body: JSON.stringify({ values }),
+        body: JSON.stringify({ values, token: form.elements.token.value }),
       });
       const found = await answer.json();
       if (mine !== latest) return;
