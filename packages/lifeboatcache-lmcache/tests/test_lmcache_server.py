@@ -96,7 +96,7 @@ class Client:
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
         self.caches = {
-            f"layer.{number}": torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM, dtype=torch.bfloat16)
+            f"layer.{number}": torch.zeros(2, BLOCKS, HEADS, BLOCK, DIM, dtype=torch.bfloat16)
             for number in range(LAYERS)
         }
         url = f"tcp://127.0.0.1:{server.port}"

@@ -220,7 +220,7 @@ class LifeboatL2Adapter(L2AdapterInterface):
             if space is None:
                 whole.part(False, 0)
                 return
-            layouts = [space.layouts.of(one.get_shapes(), one.get_dtypes()) for one in objects]
+            layouts = [space.layouts.of_object(one) for one in objects]
             batch = self._batch(space, keys, layouts, objects)
             named = [n for n, key in enumerate(keys) if self._known.layout(key) is not layouts[n]]
             if named:
@@ -449,7 +449,7 @@ class LifeboatL2Adapter(L2AdapterInterface):
                 whole.part(False, 0)
                 return
             mine, memory = [keys[n] for n in rows], [objects[n] for n in rows]
-            layouts = [space.layouts.of(one.get_shapes(), one.get_dtypes()) for one in memory]
+            layouts = [space.layouts.of_object(one) for one in memory]
             for layout in {layout.signature: layout for layout in layouts}.values():
                 space.describe(layout)
             batch = BlockBatch(

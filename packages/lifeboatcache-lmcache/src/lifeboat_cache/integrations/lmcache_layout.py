@@ -155,6 +155,14 @@ def _opaque(nbytes: int) -> Iterator[KVLayout]:
         yield KVLayout.opaque(min(MOST_PART_BYTES, nbytes - first))
 
 
+def _shapes_of(one: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Shapes and dtypes of an object of LMCache's; some of its tools fill in the first only."""
+    meta = getattr(one, "meta", None)
+    if meta is not None and meta.shapes is None:
+        return [one.get_shape()], [one.get_dtype()]
+    return one.get_shapes(), one.get_dtypes()
+
+
 class ObjectLayouts:
     """Layouts by what LMCache says of them; each is worked out once.
 
@@ -167,6 +175,10 @@ class ObjectLayouts:
     def __init__(self, *, latent: bool = False) -> None:
         self._latent = latent
         self._known: dict[tuple[tuple[Any, ...], tuple[Any, ...]], ObjectLayout] = {}
+
+    def of_object(self, one: Any) -> ObjectLayout:
+        """The layout of an object of LMCache's; see :meth:`of`."""
+        return self.of(*_shapes_of(one))
 
     def of(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> ObjectLayout:
         """The layout of objects with these shapes and dtypes (torch's, or as text).
