@@ -92,7 +92,12 @@ def gone(pid: int, seconds: float = 60) -> bool:
 
 def shared_memory() -> set[str]:
     """What lies in shared memory, but for what other tests of this machine have there."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("vllm_offload")}
+    return {
+        name
+        for name in os.listdir("/dev/shm")
+        if not name.startswith("vllm_offload")
+        and not any(part.isdecimal() and Path("/proc", part).exists() for part in name.split("_"))
+    }
 
 
 def test_restart_of_everything_restores_the_prompt(home: Path, launch: Launch) -> None:

@@ -88,7 +88,7 @@ def serve(home: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
 class Client:
     """A worker of an engine, as LMCache sees it."""
 
-    def __init__(self, server: Server, mode: str) -> None:
+    def __init__(self, server: Server, mode: str, groups: Sequence[Any] = ()) -> None:
         import zmq
         from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
             create_transfer_context,
@@ -97,14 +97,17 @@ class Client:
 
         self.caches = {
             f"layer.{number}": torch.zeros(2, BLOCKS, HEADS, BLOCK, DIM, dtype=torch.bfloat16)
-            for number in range(LAYERS)
+            for number in range(LAYERS * max(1, len(groups)))
         }
+        self._groups = max(1, len(groups))
         url = f"tcp://127.0.0.1:{server.port}"
         self._client = RequestClientFactory.create(url, context=zmq.Context.instance())
         self._context = create_transfer_context(
             self.caches, instance_id=os.getpid(), req_client=self._client, mode=mode
         )
-        self._context.register(self.caches, MODEL, 1, CHUNK // BLOCK, 60.0)
+        self._context.register(
+            self.caches, MODEL, 1, CHUNK // BLOCK, 60.0, engine_group_infos=groups
+        )
 
     def _key(self, request: str, worker: int | None) -> Any:
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
@@ -121,7 +124,12 @@ class Client:
     def store(self, request: str, blocks: list[int]) -> None:
         event = self._context.create_recorded_event()
         done = self._context.submit_store(
-            request, self._key(request, 0), self.caches, [blocks], event, CHUNK // BLOCK
+            request,
+            self._key(request, 0),
+            self.caches,
+            [blocks] * self._groups,
+            event,
+            CHUNK // BLOCK,
         )
         assert done.result(timeout=60)
 
@@ -139,7 +147,12 @@ class Client:
     def load(self, request: str, blocks: list[int]) -> None:
         event = self._context.create_recorded_event()
         done = self._context.submit_retrieve(
-            request, self._key(request, 0), self.caches, [blocks], event, CHUNK // BLOCK
+            request,
+            self._key(request, 0),
+            self.caches,
+            [blocks] * self._groups,
+            event,
+            CHUNK // BLOCK,
         )
         assert done.result(timeout=60)
         self._client.end_session(request).result(timeout=60)
@@ -183,6 +196,42 @@ def test_what_a_client_stored_comes_back_after_a_restart(
     status = json.dumps(second.get("/status"))
     assert '"type": "lifeboat"' in status
     assert second.end(signal.SIGINT) == 0
+
+
+@pytest.mark.full
+def test_groups_of_layers_with_a_sliding_window(serve: Callable[..., Server]) -> None:
+    from lmcache.v1.multiprocess.group_view import EngineGroupInfo
+
+    window = 2 * CHUNK
+    groups = [
+        EngineGroupInfo(0, (0, 1), tokens_per_block=BLOCK),
+        EngineGroupInfo(1, (2, 3), tokens_per_block=BLOCK, sw_size_tokens=window),
+    ]
+    first = serve("--separate-object-groups")
+    client = Client(first, "lmcache_driven", groups)
+    client.fill()
+    before = [cache.clone() for cache in client.caches.values()]
+    blocks = list(range(16))
+    client.store("one", blocks)
+    client.close()
+    assert first.end() == 0
+
+    second = serve("--separate-object-groups")
+    client = Client(second, "lmcache_driven", groups)
+    assert client.look_up("two") == len(TOKENS) // CHUNK
+    client.load("two", blocks)
+    found = list(client.caches.values())
+    for was, cache in zip(before[:2], found[:2], strict=True):
+        assert torch.equal(was[:, :16], cache[:, :16])
+    inside = slice(16 - window // BLOCK, 16)
+    for was, cache in zip(before[2:], found[2:], strict=True):
+        assert torch.equal(was[:, inside], cache[:, inside])
+        assert not cache[:, : inside.start].any()  # outside of the window, and not loaded
+    client.close()
+    listed = second.get("/cache/objects?tier=l2")
+    numbers = [entry["key"]["object_group_id"] for entry in listed["entries"]]
+    assert sorted(set(numbers)) == [0, 1]
+    assert second.end() == 0
 
 
 @pytest.mark.full
