@@ -91,11 +91,11 @@ def gone(pid: int, seconds: float = 60) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """What lies in shared memory, but for what other tests of this machine have there."""
+    """What LMCache has in shared memory, but for living processes of other tests."""
     return {
         name
         for name in os.listdir("/dev/shm")
-        if not name.startswith("vllm_offload")
+        if "lmcache" in name
         and not any(part.isdecimal() and Path("/proc", part).exists() for part in name.split("_"))
     }
 
