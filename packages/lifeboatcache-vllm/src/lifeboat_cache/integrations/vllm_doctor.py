@@ -42,12 +42,15 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     yield check_engine(distributions, importable)
     if not distributions and not importable:
         return
-    yield from check_platform(distributions)
+    native = context.loaded is None or context.loaded.config.engine.vllm_mode == "native"
+    if native:  # LMCache works on CPUs too
+        yield from check_platform(distributions)
     yield check_plugin()
     yield check_filter(context.environ)
     yield check_activation(context.environ)
     yield check_allocator(context.environ)
-    yield check_memory(context)
+    if native:
+        yield check_memory(context)
 
 
 def engine_distributions() -> dict[str, str]:
