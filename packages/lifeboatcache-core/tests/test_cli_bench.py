@@ -17,7 +17,7 @@ import pytest
 
 from lifeboat_cache import kernels
 from lifeboat_cache.bench import Report, compare
-from lifeboat_cache.bench.place import PREFIX, bench_place
+from lifeboat_cache.bench.place import PREFIX, bench_place, undisturbed
 from lifeboat_cache.bench.raw import RawFile
 from lifeboat_cache.cli.main import main
 from lifeboat_cache.testing import aligned_memory
@@ -182,10 +182,33 @@ def test_an_interruption_leaves_nothing_behind(home: Path, number: signal.Signal
             assert left(home / "one")
             time.sleep(0.2)  # somewhere in the middle
             process.send_signal(number)
-            assert process.wait(60) == 130
+            assert process.wait(300) == 130
         finally:
             process.kill()
     assert left(home / "one") == []
+
+
+def test_an_interruption_of_what_must_be_whole_comes_afterwards() -> None:
+    steps = []
+
+    def work() -> None:
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("done")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == ["done"]
+
+
+def test_who_ignores_interruptions_goes_on_doing_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_a_killed_run_left_is_removed_and_what_runs_is_not(tmp_path: Path) -> None:

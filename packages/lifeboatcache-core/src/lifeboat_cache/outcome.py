@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import numpy as np
+
 __all__ = ["Lookup", "Outcome"]
 
 
-class Lookup(IntEnum):
+class _Answer(IntEnum):
+    """A number with a name, which numpy takes for a number without asking.
+
+    At each comparison of an array with a number of another class numpy looks for this
+    attribute of the class. In Python 3.11 the search ends in a method of the enumeration's
+    class, and numpy drops what is raised there: also by the handler of a signal that tells
+    an engine to end.
+    """
+
+    __array_ufunc__ = np.ndarray.__array_ufunc__
+
+
+class Lookup(_Answer):
     """Answer to "is this block there?"."""
 
     #: Not there, as far as this process knows.
@@ -18,7 +32,7 @@ class Lookup(IntEnum):
     RETRY = 2
 
 
-class Outcome(IntEnum):
+class Outcome(_Answer):
     """What became of one key of a job.
 
     Storage faults are outcomes, not exceptions: an engine answers each of them

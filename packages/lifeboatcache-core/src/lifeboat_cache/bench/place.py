@@ -19,7 +19,7 @@ from typing import Any
 from lifeboat_cache.errors import TargetError
 from lifeboat_cache.targets.layout import DIRECTORY_MODE, FILE_MODE
 
-__all__ = ["PREFIX", "bench_place", "interruptible"]
+__all__ = ["PREFIX", "bench_place", "interruptible", "undisturbed"]
 
 #: Start of the name. Hidden: neither the store nor ``lifeboat-cache check`` looks at it.
 PREFIX = ".bench-"
@@ -57,7 +57,7 @@ def bench_place(root: Path) -> Iterator[Path]:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield place
     finally:
-        with _undisturbed():
+        with undisturbed():
             shutil.rmtree(place, ignore_errors=True)
             os.close(lock)
 
@@ -99,16 +99,25 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let nobody end the process half-way through cleaning up."""
+def undisturbed() -> Iterator[None]:
+    """Let nobody end the process half-way through something; who wants to is heard afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    wanted: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        wanted.append(number)
+
     before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_ENDING)
+        number: signal.signal(number, note)
+        for number in (signal.SIGINT, *_ENDING)
+        if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if wanted:
+        raise KeyboardInterrupt

@@ -20,7 +20,7 @@ from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.bench.compiled import ready_kernels, without_kernels
 from lifeboat_cache.bench.page_cache import forget_pages
 from lifeboat_cache.bench.pairs import rotated
-from lifeboat_cache.bench.place import bench_place
+from lifeboat_cache.bench.place import bench_place, undisturbed
 from lifeboat_cache.bench.raw import RawFile
 from lifeboat_cache.bench.report import Report, compare
 from lifeboat_cache.config.units import format_size
@@ -192,10 +192,12 @@ def _store_in(plan: BenchPlan, directory: Path, block: int) -> Iterator[BlockSto
     """A new store whose writer has started, as that of an engine that has run for a while."""
     namespace = Namespace.from_identity({"engine": "bench", "block_bytes": block})
     target = FilesystemTarget(directory, reserve=plan.reserve, direct_io=plan.direct_io)
-    store = BlockStore(
-        namespace, [target], io_workers=plan.io_workers, pending_bytes=plan.size + block
-    )
+    store: BlockStore | None = None
     try:
+        with undisturbed():  # or its threads would go on
+            store = BlockStore(
+                namespace, [target], io_workers=plan.io_workers, pending_bytes=plan.size + block
+            )
         if not store.wait_recovered(_PATIENCE_S) or store.state is not State.READY:
             raise TargetError(
                 f"{plan.root}: no store opens here: {store.reason or 'storage does not answer'}"
@@ -205,8 +207,10 @@ def _store_in(plan: BenchPlan, directory: Path, block: int) -> Iterator[BlockSto
         _finished([store.store(batch, on_done=_ignore)], "store")
         yield store
     finally:
-        store.close()
-        shutil.rmtree(directory, ignore_errors=True)
+        with undisturbed():  # its threads may still make files
+            if store is not None:
+                store.close()
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _ignore(_: Job) -> None:
