@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +405,32 @@ def test_mover_is_killed_in_the_middle_of_jobs(
     assert remote(driver).facts()["abandoned_bytes"] == 0
 
 
+def test_mover_that_cannot_even_be_killed(
+    rig: Movers, tier: Tier, driver: StoreDriver, faulty: FaultyDisk
+) -> None:
+    faulty.rules(READ)
+    job, memory = begin(driver, "load", [0, 1])
+    faulty.wait_hanging()
+    pid = rig.pid(tier)
+    # A request that the file system has taken cannot be given up, not even by dying.
+    os.kill(pid, signal.SIGKILL)
+    assert job.wait(60)
+    assert OK not in job.outcomes.tolist()
+    for block in memory:
+        block[:] = 9
+    assert driver.lookup([0]) == [Lookup.MISS]
+    assert set(driver.store([100])) <= {TIMEOUT, UNAVAILABLE}
+    assert not gone(pid)
+    faulty.rules()
+    faulty.release()
+    until(lambda: gone(pid), "the end of the mover")
+    assert all(bool((block == 9).all()) for block in memory)
+    rig.start(tier)
+    answers(driver)
+    until(lambda: driver.lookup([0]) == [Lookup.HIT], "the records")
+    assert driver.load(range(16)) == [OK] * 16
+
+
 def test_engine_is_killed_in_the_middle_of_stores(
     rig: Movers, tier: Tier, driver: StoreDriver
 ) -> None:
@@ -571,11 +598,15 @@ def test_faults_and_kills_over_a_hundred_thousand_blocks(rig: Movers, faulty: Fa
                 # What was read wrongly, or could not be read, may be dropped. A part of what
                 # took too long may have been read after all.
                 dropped.update(n for n, o in zip(sample, answer, strict=True) if o is not OK)
-        if killing:
-            rig.kill(tier)
-            rig.start(tier)
         faulty.rules()
+        if killing:
+            pid = rig.pid(tier)
+            os.kill(pid, signal.SIGKILL)
         faulty.release()
+        if killing:
+            # It could not end while a thread of it was waiting for the target.
+            until(partial(gone, pid), "the end of the mover")
+            rig.start(tier)
         answers(driver)
     kept = [number for number in good if number not in dropped]
     assert len(kept) > len(good) // 2
