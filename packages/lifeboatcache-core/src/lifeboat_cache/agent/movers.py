@@ -42,6 +42,7 @@ class _Mover:
     started: float = 0.0
     pause_s: float = _LEAST_PAUSE_S
     problem: str = ""
+    ended: int = 0
 
 
 class Movers:
@@ -96,11 +97,11 @@ class Movers:
         now = clock()
         if held:
             then = mover.document.get("clock")
+            mover.problem = ""
             if isinstance(then, (int, float)) and now - then > HUNG_AFTER_S:
                 self._end(mover)
             elif now - mover.started > _WELL_S:
                 mover.pause_s = _LEAST_PAUSE_S
-            mover.problem = ""
             return
         if mover.starter is not None and mover.starter.is_alive():
             return
@@ -122,7 +123,15 @@ class Movers:
     def _end(self, mover: _Mover) -> None:
         """End one that has stopped saying anything. Its target hanging is no reason for that."""
         pid, born = mover.document.get("pid"), mover.document.get("born")
-        if isinstance(pid, int) and pid > 0 and born and process_start(pid) == born:
+        if not isinstance(pid, int) or pid <= 0 or not born or process_start(pid) != born:
+            return
+        # Whoever waits in the kernel ends when the target answers, and not before.
+        mover.problem = (
+            f"its mover (pid {pid}) says nothing any more and cannot be ended: repair or unmount "
+            "the target"
+        )
+        if mover.ended != pid:
+            mover.ended = pid
             _log.warning(
                 "the mover of target %s (pid %d) says nothing any more and is ended",
                 mover.tiers[0].name,
@@ -146,7 +155,8 @@ class Movers:
     def _facts(self, mover: _Mover) -> TargetFacts:
         said = mover.document.get("facts")
         if isinstance(said, dict) and said.get("name"):
-            return TargetFacts(**{name: value for name, value in said.items() if name in _FACTS})
+            known = {name: value for name, value in said.items() if name in _FACTS}
+            return TargetFacts(**{**known, "problem": mover.problem or known.get("problem", "")})
         tier = mover.tiers[0]
         return TargetFacts(
             name=tier.name,
