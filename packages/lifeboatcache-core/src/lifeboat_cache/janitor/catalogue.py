@@ -138,6 +138,8 @@ class Writer:
     #: Since when (monotonic) it is known to be dead, 0 = it is not.
     dead_since: float = 0.0
     segments: dict[int, Segment] = field(default_factory=dict)
+    #: Numbers of the segments that its journal has named.
+    named: set[int] = field(default_factory=set)
     #: Files by kind (journal, lock, access) and dead bitmaps by number.
     files: set[str] = field(default_factory=set)
     bitmaps: dict[int, os.stat_result] = field(default_factory=dict)
@@ -362,7 +364,8 @@ class Catalogue:
         if writer.journal is None:
             writer.journal = JournalFollower(writer.path("journal"), writer.id, self.digest)
         try:
-            for entries, numbers in writer.journal.read(final=final):
+            patience_s = _VISIBLE_S if traits_of(self.directory).shared else 0.0
+            for entries, numbers in writer.journal.read(final=final, patience_s=patience_s):
                 self._take(writer, entries, numbers)
         except FileNotFoundError:
             return
@@ -371,7 +374,7 @@ class Catalogue:
         except OSError as error:
             report.problem(writer.path("journal").name, error)
             return
-        writer.complete = final
+        writer.complete = final and not writer.journal.waiting
 
     def _take(self, writer: Writer, entries: Entries, numbers: npt.NDArray[np.int64]) -> None:
         kinds = entries["kind"]
@@ -381,6 +384,7 @@ class Catalogue:
             writer.untouchable = "it holds entries of a newer release"
             return
         for number in np.unique(entries["segment"][records]).tolist():
+            writer.named.add(number)
             segment = writer.segments.get(number)
             if segment is None:  # made since the directory was listed, or removed
                 try:

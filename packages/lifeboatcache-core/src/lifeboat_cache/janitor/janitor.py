@@ -917,6 +917,9 @@ class Janitor:
                 segment.trimmed = True
         if writer.segments or writer.tombstones:
             return
+        for number in writer.named:  # a listing may have left out what is there
+            if not is_gone(writer.directory / segment_name(writer.name, number)):
+                return
         if "access" in writer.files:
             if namespace.folder.pending:
                 return  # its uses are not in the summary yet

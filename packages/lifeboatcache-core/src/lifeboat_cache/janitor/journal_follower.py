@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,17 @@ class JournalFollower:
         The file, and the 16 and 32 bytes that its header must name.
     """
 
-    __slots__ = ("_namespace", "_path", "_valid", "_writer", "created", "next", "size")
+    __slots__ = (
+        "_namespace",
+        "_path",
+        "_stuck",
+        "_valid",
+        "_writer",
+        "created",
+        "next",
+        "size",
+        "waiting",
+    )
 
     def __init__(self, path: Path, writer: bytes, namespace: bytes) -> None:
         self._path = path
@@ -41,14 +52,20 @@ class JournalFollower:
         self.created = 0
         self.next = 0
         self.size = -1
+        #: Whether it stopped at entries that may not be seen as they are yet.
+        self.waiting = False
+        self._stuck = (-1, 0.0)
 
-    def read(self, *, final: bool) -> Iterator[tuple[Entries, _Numbers]]:
+    def read(self, *, final: bool, patience_s: float = 0.0) -> Iterator[tuple[Entries, _Numbers]]:
         """What was appended since, in pages of entries and their numbers.
 
         Parameters
         ----------
         final
             Whether its writer was dead before: what is bad at the end stays bad.
+        patience_s
+            For so long it stops at a bad entry, and looks at it again the next time: another
+            host may have written it just now.
 
         Raises
         ------
@@ -58,8 +75,9 @@ class JournalFollower:
         fd = open_file(self._path)
         try:
             size = os.fstat(fd).st_size
-            if size == self.size and not final:
+            if size == self.size and not final and not self.waiting:
                 return
+            self.waiting = False
             if not self._valid:
                 name = self._path.name
                 header = FileHeader.unpack(read_range(fd, HEADER_BYTES, 0), MAGIC_JOURNAL, name)
@@ -74,6 +92,14 @@ class JournalFollower:
                 if not whole:
                     break
                 entries, numbers = self._parse(data[: whole * ENTRY_BYTES])
+                good = self._good_at_first(numbers)
+                if good < whole and patience_s and self._patient(good, patience_s):
+                    self.waiting = True
+                    entries, numbers = entries[:good], numbers[:good]
+                    self.next += good
+                    if good:
+                        yield entries, numbers
+                    break
                 if whole < _PAGE_ENTRIES and not final:
                     # What is bad at the very end may still be being written.
                     whole = int(numbers[-1]) + 1 - self.next if numbers.shape[0] else 0
@@ -85,6 +111,19 @@ class JournalFollower:
             self.size = size
         finally:
             close_file(fd)
+
+    def _good_at_first(self, numbers: _Numbers) -> int:
+        """How many good entries there are before the first bad one."""
+        expected = np.arange(self.next, self.next + numbers.shape[0])
+        wrong = np.flatnonzero(numbers != expected)
+        return int(wrong[0]) if wrong.shape[0] else int(numbers.shape[0])
+
+    def _patient(self, good: int, patience_s: float) -> bool:
+        """Whether to wait for the entry behind so many good ones."""
+        place, now = self.next + good, time.monotonic()
+        if self._stuck[0] != place:
+            self._stuck = place, now
+        return now - self._stuck[1] < patience_s
 
     def _parse(self, data: bytes) -> tuple[Entries, _Numbers]:
         entries, bad = parse_entries(data, self._writer, self.next, self._namespace)

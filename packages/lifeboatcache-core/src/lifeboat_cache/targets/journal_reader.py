@@ -278,7 +278,7 @@ class JournalReader:
                     return dead
                 entries, bad = parse_entries(data, journal.writer, journal.index, self._namespace)
                 last_page = whole < page
-                ready = self._ready(data[: whole * ENTRY_BYTES], entries, bad, dead, journal)
+                ready = self._ready(data[: whole * ENTRY_BYTES], entries, bad, journal)
                 if ready < whole:
                     entries, bad, whole = entries[:ready], 0, ready
                     last_page = journal.pending = True
@@ -305,18 +305,18 @@ class JournalReader:
                 if kept.shape[0] or bad or misplaced:
                     yield JournalPage(journal.writer, kept, bad + misplaced)
                 if last_page and (not whole or journal.pending or journal.torn):
-                    return dead
+                    return dead and not journal.pending
         finally:
             close_file(fd)
 
-    def _ready(self, data: bytes, entries: Entries, bad: int, dead: bool, journal: _Journal) -> int:
+    def _ready(self, data: bytes, entries: Entries, bad: int, journal: _Journal) -> int:
         """How many of the entries in ``data`` may be judged now.
 
         On a shared mount what is bad, or lies outside its segment, may be on its way: it is
         looked at again, for a while.
         """
         count = len(data) // ENTRY_BYTES
-        if not self._shared or dead:
+        if not self._shared:
             return count
         if not bad and self._extents.first_misplaced(entries) == count:
             return count
