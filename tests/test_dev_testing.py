@@ -1,19 +1,29 @@
 """``dev.py test`` picks the right suites and does not call nothing a success."""
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from devkit import testing
+from devkit.beside import WHOLE_TESTS
 from devkit.places import ROOT
 from devkit.shell import DevError
 
 _REPORT = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="1"/></testsuites>'
 _Pytest = Callable[..., list[list[str]]]
 _ALL = len(testing._SUITES)
+
+
+@contextlib.contextmanager
+def _in_this_process(*, full: bool) -> Iterator[Any]:
+    """As the second lane, once it is waited for."""
+    yield SimpleNamespace(finish=lambda: testing.run_tests([str(WHOLE_TESTS)], full=full) == 0)
 
 
 @pytest.fixture
@@ -40,6 +50,7 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pytest:
         monkeypatch.setattr(testing, "try_run", pretend)
         for check in ("_check_style", "_check_types", "_check_wheels"):
             monkeypatch.setattr(testing, check, lambda: None)
+        monkeypatch.setattr(testing, "beside", _in_this_process)
         return commands
 
     return prepare
@@ -60,10 +71,7 @@ def test_full_deselects_nothing_and_runs_on_the_next_vllm_too(
     commands = run_pytest(*[0] * (_ALL + 1))
     assert testing.run_tests([], full=True) == 0
     assert not any("not full" in command for command in commands)
-    assert [f"PYTHONPATH={tmp_path / 'next'}" in command for command in commands] == [
-        *[False] * _ALL,
-        True,
-    ]
+    assert sum(f"PYTHONPATH={tmp_path / 'next'}" in command for command in commands) == 1
 
 
 def test_failure_fails_and_the_rest_still_runs(
@@ -76,6 +84,13 @@ def test_failure_fails_and_the_rest_still_runs(
         capsys.readouterr().out.splitlines()[-1]
         == f"{3 * _ALL - 1} passed, 1 failed, {_ALL} skipped"
     )
+
+
+@pytest.mark.parametrize("code", [1, 5])
+def test_tests_across_packages_count_too(run_pytest: _Pytest, code: int) -> None:
+    away = sum(suite.directory == WHOLE_TESTS for suite in testing._SUITES)
+    run_pytest(*[0] * (_ALL - away), code, *[0] * (away - 1))
+    assert testing.run_tests([], full=False) == 1
 
 
 def test_failed_check_fails(run_pytest: _Pytest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +189,42 @@ def test_what_a_shell_starts_in_the_background_can_be_interrupted() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+_LANE = """
+import sys
+sys.path.insert(0, {tools!r})
+from pathlib import Path
+from devkit import beside
+beside.ROOT = Path({root!r})
+with beside.beside(full=False) as lane:
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "shown"),
+    [
+        ("sys.exit(not lane.finish())", 0, "test tests\nran\n"),
+        ("sys.exit(3)", 3, ""),
+    ],
+)
+def test_what_runs_beside_is_shown_or_ended(
+    tmp_path: Path, then: str, code: int, shown: str
+) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "dev.py").write_text(
+        "import os, sys, time\n"
+        "print(sys.argv[1], os.path.basename(sys.argv[2]), flush=True)\n"
+        f"time.sleep({0 if code == 0 else 600})\n"
+        "print('ran')\n"
+    )
+    program = _LANE.format(tools=str(ROOT / "tools"), root=str(tmp_path), then=then)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LIFEBOAT_DEV_HOME": str(tmp_path / "dev")},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, shown)

@@ -1,5 +1,6 @@
 """``dev.py test``: everything that CI runs, and one closing line."""
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from devkit import recipes
+from devkit.beside import WHOLE_TESTS, Beside, beside
 from devkit.browser import install_browser
 from devkit.building import build_wheels, smoke_test
 from devkit.hatch import core_python, hatch_run
@@ -42,6 +44,11 @@ class _Suite:
     directory: Path
     environment: str
     files: str = ""
+
+    @property
+    def report(self) -> Path:
+        """Where pytest says what has become of the tests."""
+        return dev_home() / f"report-{self.name}.xml"
 
     @property
     def engine(self) -> bool:
@@ -127,10 +134,10 @@ _SUITES = (
     _Suite("sglang", ROOT / "packages" / "lifeboatcache-sglang" / "tests", "sglang"),
     _Suite("mlx", ROOT / "packages" / "lifeboatcache-mlx" / "tests", "mlx"),
     _Suite("lmcache", ROOT / "packages" / "lifeboatcache-lmcache" / "tests", "lmcache"),
-    _Suite("whole", ROOT / "tests", "vllm"),
-    _Suite("whole-sglang", ROOT / "tests", "sglang", files="test_sglang_*.py"),
-    _Suite("whole-mlx", ROOT / "tests", "mlx", files="test_mlx_*.py"),
-    _Suite("whole-lmcache", ROOT / "tests", "vllm_lmcache", files="test_lmcache_*.py"),
+    _Suite("whole", WHOLE_TESTS, "vllm"),
+    _Suite("whole-sglang", WHOLE_TESTS, "sglang", files="test_sglang_*.py"),
+    _Suite("whole-mlx", WHOLE_TESTS, "mlx", files="test_mlx_*.py"),
+    _Suite("whole-lmcache", WHOLE_TESTS, "vllm_lmcache", files="test_lmcache_*.py"),
 )
 
 
@@ -170,6 +177,8 @@ def _check_wheels() -> None:
 def run_tests(arguments: Sequence[str], *, full: bool) -> int:
     """Run the checks and every suite, then say how it went.
 
+    When all is run, tests across packages run beside the rest, in a process of their own.
+
     Parameters
     ----------
     arguments
@@ -189,7 +198,10 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
     ran: list[str] = []
     if not arguments:
         steps += [("lint", _check_style), ("types", _check_types), ("wheels", _check_wheels)]
+    away = [suite for suite, _ in selected if not arguments and suite.directory == WHOLE_TESTS]
     for suite, given in selected:
+        if suite in away:
+            continue
         run = functools.partial(
             _run_suite, suite, given, full=full, must_run=not arguments, counts=counts, ran=ran
         )
@@ -203,16 +215,22 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
         steps.append((f"on vLLM {NEXT_VLLM}", run))
     rows = []
     good = True
-    for name, step in steps:
-        print(f"\n=== {name} ===", flush=True)
-        begin = time.monotonic()
-        try:
-            step()
-            outcome = "passed"
-        except DevError as error:
-            print(f"{name}: {error}", flush=True)
-            outcome, good = "FAILED", False
-        rows.append(f"  {name:<22} {outcome:<7} {time.monotonic() - begin:7.1f} s")
+    with contextlib.ExitStack() as stack:
+        if away:
+            for suite in away:
+                suite.report.unlink(missing_ok=True)
+            lane = stack.enter_context(beside(full=full))
+            steps.append(("tests beside", functools.partial(_take_in, lane, away, counts, ran)))
+        for name, step in steps:
+            print(f"\n=== {name} ===", flush=True)
+            begin = time.monotonic()
+            try:
+                step()
+                outcome = "passed"
+            except DevError as error:
+                print(f"{name}: {error}", flush=True)
+                outcome, good = "FAILED", False
+            rows.append(f"  {name:<22} {outcome:<7} {time.monotonic() - begin:7.1f} s")
     print("\n" + "\n".join(rows))
     if good and not ran:
         print("no test was selected; check the arguments given to pytest")
@@ -247,6 +265,22 @@ def _select(arguments: Sequence[str]) -> list[tuple[_Suite, list[str]]]:
     return chosen
 
 
+def _take_in(lane: Beside, suites: Sequence[_Suite], counts: _Counts, ran: list[str]) -> None:
+    """Wait for suites that run in a process of their own, and count their tests."""
+    passed = lane.finish()
+    for suite in suites:
+        before = dataclasses.replace(counts)
+        if suite.report.exists():
+            counts.add(suite.report)
+        if counts == before:
+            msg = f"no test ran of {suite.name}; a suite without tests proves nothing"
+            raise DevError(msg)
+        ran.append(suite.name)
+    if not passed:
+        msg = "it failed; see above"
+        raise DevError(msg)
+
+
 def _run_suite(
     suite: _Suite,
     arguments: Sequence[str],
@@ -263,11 +297,10 @@ def _run_suite(
         variables["LIFEBOAT_TEST_MODEL"] = str(make_model())
     if release is not None:
         variables["PYTHONPATH"] = str(release())
-    report = dev_home() / f"report-{suite.name}.xml"
-    report.unlink(missing_ok=True)
+    suite.report.unlink(missing_ok=True)
     code = try_run(
         [
-            suite.python(), "-m", "pytest", f"--junitxml={report}",
+            suite.python(), "-m", "pytest", f"--junitxml={suite.report}",
             f"--override-ini=cache_dir={dev_home() / 'pytest' / suite.name}",
             *(() if full else ("-m", "not full")),
             *arguments,
@@ -275,8 +308,8 @@ def _run_suite(
         env=variables,
         cwd=ROOT,
     )  # fmt: skip
-    if report.exists():
-        counts.add(report)
+    if suite.report.exists():
+        counts.add(suite.report)
     if code == _NO_TESTS:
         if must_run:
             msg = f"no test ran in {suite.directory}; a suite without tests proves nothing"
