@@ -41,10 +41,11 @@ def test_every_query_asks_for_what_is_exported(query: str, made: MadeUpHome, hom
     made.publish(agent_facts(), "agent")
     found = snapshot(home)
     assert found is not None
+    known = found
 
     class Exported:
         def collect(self) -> Any:
-            return families(found)
+            return families(known)
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Exported())
