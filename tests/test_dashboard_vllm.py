@@ -1,0 +1,157 @@
+"""The dashboard beside real vLLM servers: its figures are the engine's, its changes reach it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import agent_home, running
+from long_prompt import long_prompt
+from vllm_server import StartServer, free_port
+
+from lifeboat_cache.config import load_config
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+PACKAGE = Path(__file__).parents[1] / "packages/lifeboatcache-dashboard/src"
+
+TOKENS = 1024
+
+
+def until(ask: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
+    """Ask again until the answer is right; processes publish every 2 s."""
+    give_up = time.monotonic() + 120
+    while True:
+        try:
+            if right(answer := ask()):
+                return answer
+        except OSError as error:  # it is being started
+            answer = error
+        assert time.monotonic() < give_up, f"still {answer}"
+        time.sleep(0.2)
+
+
+class Pages:
+    """Talks to a dashboard as a browser on this machine does."""
+
+    def __init__(self, port: int) -> None:
+        self._address = f"http://127.0.0.1:{port}"
+        self._opener = urllib.request.build_opener(
+            urllib.request.HTTPCookieProcessor(CookieJar()), urllib.request.ProxyHandler({})
+        )
+
+    def text(self, path: str) -> str:
+        with self._opener.open(f"{self._address}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.text(path))
+
+    def save(self, **values: str) -> Any:
+        found = self.get("/api/configure")
+        body = {"token": found["token"], "values": values}
+        request = urllib.request.Request(
+            f"{self._address}/api/configure/save",
+            json.dumps(body).encode(),
+            {"content-type": "application/json", "x-csrf-token": found["csrf"]},
+        )
+        with self._opener.open(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+
+def test_figures_are_the_engines_and_changes_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_home: Path, start_server: StartServer
+) -> None:
+    with agent_home(tmp_path, monkeypatch, kernel_home) as home:
+        port = free_port()
+        (home / "lifeboat.yaml").write_text(
+            "# Written by hand.\n"
+            "telemetry: {prometheus: {port: 0}}\n"
+            f"dashboard: {{port: {port}}}\n"
+            "storage: {fallback_local: {min_free_gb: 0}}\n"
+            "compression: {ladder: {local: raw}}\n"
+            "engine: {native_cpu_gb: 0.5, native_codec: ladder}\n"
+        )
+        options: Any = {
+            "env": {
+                "LIFEBOAT_CACHE": "1",
+                "LIFEBOAT_CACHE_HOME": str(home),
+                "PYTHONPATH": str(PACKAGE),
+            }
+        }
+        pages = Pages(port)
+        server = start_server(**options)
+        assert server.complete(long_prompt(14)).cached_tokens == 0
+        stored = until(
+            lambda: server.metric("lifeboat_blocks_stored_total"),
+            lambda blocks: blocks == TOKENS / 256,
+        )
+        # The agent serves it as soon as there is an engine.
+        facts = until(
+            lambda: pages.get("/api/overview"),
+            lambda now: now["since_ever"]["stored_bytes"] > 0,
+        )
+        assert facts["problems"] == []
+        assert facts["engines"] == 1
+        assert facts["since_ever"]["stored_bytes"] == server.metric("lifeboat_bytes_stored_total")
+        assert [one["codec"] for one in facts["codecs"]] == ["raw"]
+        assert "All is well" in pages.text("/")
+        (process,) = pages.get("/api/processes")["processes"]
+        assert process["engine"] == "vllm"
+        assert process["state"] == "ready"
+        assert {one["codec"] for one in process["codecs"]} == {"raw"}
+        (target,) = pages.get("/api/targets")["targets"]
+        assert target["stored_blocks"] == stored
+
+        # Another codec, without a restart of the engine; another target, with one.
+        done = pages.save(**{"compression.ladder.local": "lossless", "engine.io_workers": "3"})
+        assert [(one["key"], one["restart"]) for one in done["changes"]] == [
+            ("compression.ladder.local", False),
+            ("engine.io_workers", True),
+        ]
+        assert (home / "lifeboat.yaml").read_text().startswith("# Written by hand.\n")
+        assert load_config().config.compression.ladder.local == "lossless"
+        (process,) = until(
+            lambda: pages.get("/api/processes")["processes"],
+            lambda now: {one["codec"] for one in now[0]["codecs"]} == {"lossless"},
+        )
+        assert process["restart"] == ["engine.io_workers"]
+        assert "restart required" in pages.text("/processes")
+        assert server.complete(long_prompt(14, seed=2)).cached_tokens == 0
+        facts = until(
+            lambda: pages.get("/api/overview"),
+            lambda now: [one["codec"] for one in now["codecs"]] == ["raw", "lossless"],
+        )
+        assert facts["since_ever"]["saved_bytes"] > 0
+        # Eviction is the agent's.
+        pages.save(**{"eviction.policy": "none"})
+        until(lambda: pages.get("/api/overview"), lambda now: now["healthy"])
+        server.stop(signal.SIGTERM)
+
+        # Both codecs are read back, and tokens are those that vLLM counts.
+        server = start_server(**options)
+        for seed in (1, 2):
+            prompt = long_prompt(14) if seed == 1 else long_prompt(14, seed=seed)
+            assert server.complete(prompt).cached_tokens == TOKENS
+        said = server.metric("vllm:prompt_tokens_cached_by_source_total", source="disk")
+        assert said == 2 * TOKENS
+        facts = until(
+            lambda: pages.get("/api/overview"),
+            lambda now: now["since_ever"]["served_tokens"] == said,
+        )
+        assert facts["since_ever"]["loaded_bytes"] == server.metric("lifeboat_bytes_loaded_total")
+        assert facts["since_ever"]["loaded_blocks"] == server.metric("lifeboat_blocks_loaded_total")
+        shown = re.sub(r"<[^>]*>", " ", pages.text("/"))
+        assert "2.0k in all" in shown
+        samples = pages.get("/api/history")["samples"]
+        assert len(samples) >= 2, "history goes on across the engine's restart"
+        assert running(home)
+        server.stop(signal.SIGKILL)
