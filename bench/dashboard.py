@@ -3,9 +3,9 @@
     python3 tools/dev.py bench dashboard
 
 A real dashboard in a process of its own, in front of made-up documents: sixteen engines and an
-agent with eight targets, two weeks of history, and journals of a million blocks. Of each page the
-time from asking to having it, over the loopback interface; the limit is a page of the same server that
-shows nothing, `/healthz`.
+agent with eight targets, two weeks of history and journals of a million blocks. Of each page
+the time from asking to having it, over the loopback interface; the limit is an answer of the same
+server that shows nothing, `/healthz`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from published import MadeUpHome, agent_facts, engine_facts
 from vllm_server import free_port
 
+from lifeboat_cache import version
 from lifeboat_cache.bench import LEAST_PAIRS, Report, compare, machine_use
 from lifeboat_cache.format.header import MAGIC_JOURNAL, MAGIC_SEGMENT, FileHeader
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD
@@ -45,14 +46,18 @@ PAGES = (
     "/metrics",
 )
 
-_CLI = "import sys; from lifeboat_cache.cli.main import main; sys.exit(main())"
+# As the agent starts it, so that it need not be installed.
+_MAIN = PACKAGE / "lifeboat_cache/dashboard/__main__.py"
+_CORE = Path(version.__file__).parents[1]
 
 
 def write_blocks(root: Path, blocks: int, writers: int = 8) -> None:
     """Journals of prompts of 64 blocks that share their first half in groups of 16."""
     identity = {"engine": "vllm", "model": "made up", "root": str(root)}
     namespace = Namespace.from_identity(identity, {"model": "made up", "dtype": "bfloat16"})
-    FilesystemTarget(root, name="made up").writer(namespace).close()
+    target = FilesystemTarget(root, name="made up", reserve=0)
+    target.probe()
+    target.writer(namespace).close()
     directory = root / namespace.directory
     for number in range(writers):
         writer = bytes([number + 1]) * 16
@@ -83,6 +88,19 @@ def write_configuration(home: Path, port: int, targets: int) -> None:
         for number in range(targets)
     )
     (home / "lifeboat.yaml").write_text(f"storage:\n  tiers:\n{tiers}dashboard: {{port: {port}}}\n")
+
+
+def write_history(home: Path) -> None:
+    """Two weeks of samples, as a dashboard takes them."""
+    sys.path.append(str(PACKAGE))
+    from lifeboat_cache.dashboard.history import FIELDS, SPANS, History
+
+    history = History(home / "dashboard" / "history")
+    now = time.time()
+    for span in reversed(SPANS):
+        for at in np.arange(now - span.seconds, now, span.step_s):
+            history.add(at, dict.fromkeys(FIELDS, at * 7))
+    history.close()
 
 
 class Browser:
@@ -125,15 +143,19 @@ def measure(report: Report, engines: int, targets: int, blocks: int, rounds: int
         write_configuration(home, port, targets)
         for number in range(targets):
             write_blocks(home / f"nvme{number}", blocks // targets)
+        write_history(home)
         made = MadeUpHome(home)
         for number in range(engines):
             made.publish(engine_facts(number, targets=targets))
         made.publish(agent_facts(targets), "agent")
-        path = os.pathsep.join([*filter(None, sys.path), str(PACKAGE)])
-        environ = {**os.environ, "LIFEBOAT_CACHE_HOME": str(home), "PYTHONPATH": path}
+        environ = {**os.environ, "LIFEBOAT_CACHE_HOME": str(home)}
         environ.pop("LIFEBOAT_CACHE_CONFIG", None)
         process = subprocess.Popen(
-            [sys.executable, "-c", _CLI, "dashboard"], env=environ, stderr=subprocess.DEVNULL
+            [sys.executable, "-P", _MAIN, _CORE],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             browser = Browser(port)

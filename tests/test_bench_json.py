@@ -57,6 +57,14 @@ def test_all_benchmarks_are_here() -> None:
         assert f'"{name}"' in text, f"nothing looks at the lines of bench/{name}.py"
 
 
+def test_dashboard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("jinja2")
+    options = ("--engines", "2", "--targets", "2", "--blocks", "2048", "--rounds", "7")
+    found = rows(bench("dashboard", monkeypatch), "dashboard", capsys, *options)
+    assert {row["metric"] for row in found} >= {"/", "/contents", "/configure", "/metrics"}
+
+
 def test_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
