@@ -9,8 +9,8 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +25,11 @@ from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.format.journal import Entries
-from lifeboat_cache.index import Index
 from lifeboat_cache.job import Job
 from lifeboat_cache.mover.breaker import Breaker
-from lifeboat_cache.mover.feed import take_in
-from lifeboat_cache.mover.hosting import layout_to_json
-from lifeboat_cache.mover.link import Link, reason_of
-from lifeboat_cache.mover.places import MoverPlaces, target_key
+from lifeboat_cache.mover.client import DELETION, LOOK_S, MoverClient
 from lifeboat_cache.mover.transfers import Plan, Transfers
-from lifeboat_cache.mover.wire import PROTOCOL, Kind, Message, from_json, to_json
+from lifeboat_cache.mover.wire import Kind
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.coding import Codings
@@ -41,23 +37,10 @@ from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.household import Alone, Companion
 from lifeboat_cache.store.load_plan import same_shape
 from lifeboat_cache.store.protocol import State, TargetStatus
-from lifeboat_cache.version import __version__
 
 __all__ = ["RemoteStore"]
 
 _log = logging.getLogger("lifeboat_cache")
-
-#: How often what goes on in the background is looked at, in seconds.
-_LOOK_S = 2.0
-
-#: Deadlines are looked at so often, in seconds: while there are some, and else.
-_TICK_S, _IDLE_TICK_S = 0.1, 1.0
-
-#: A mover says something every second. One that has not for so long is given up.
-_SILENT_S = 15.0
-
-#: How long to wait before a mover is looked for again, in seconds.
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 2.0
 
 #: Lookups at the start answer "ask again" for so many seconds at most.
 _PATIENCE_S = 10.0
@@ -70,9 +53,6 @@ DEFAULT_ARENA_BYTES = 256 << 20
 
 #: Stores of more blocks than that do not wait in line.
 _MOST_BLOCKS = 1 << 17
-
-#: Memory that nothing has used for so many seconds is given back.
-_QUIET_S = 30.0
 
 #: Keys in one message.
 _KEYS = 4096
@@ -122,51 +102,49 @@ class RemoteStore:
     ) -> None:
         self._find_namespace = namespace
         self._tier = tier
-        self._places = MoverPlaces.of(home, target_key(self._tier))
-        self._config = config
-        self._native = native
-        self._secret = secret
         self._companion = companion or Alone()
-        self._arena_bytes = arena_bytes
         self._pending_limit = pending_bytes
-        self._index = Index()
         self._codings = Codings()
-        self._layouts: dict[int, KVLayout] = {}
         self._counters = Counters()
-        self._breaker = Breaker(self._tier.timeout_s)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._state = State.OPENING
         self._reason = ""
         self._namespace: Namespace | None = None
-        self._link: Link | None = None
-        self._reader: threading.Thread | None = None
-        self._ever_synced = False
         self._started = time.monotonic()
         self._pending = 0
         self._pending_blocks = 0
         self._jobs: set[Job] = set()
         self._finished: deque[Job] = deque()
         self._pins: Counter[bytes] = Counter()
-        self._settings: dict[str, Any] = {}
         self._deleting: set[int] = set()
         self._deletions = 0
         self._process = os.getpid()
-        self._recovered = threading.Event()
         self._stop = threading.Event()
-        self._lost = threading.Event()
-        self._work = threading.Event()
-        self._transfers = Transfers(self._plan, self._complete, self._breaker, self._tier.timeout_s)
+        self._breaker = Breaker(tier.timeout_s)
+        self._transfers = Transfers(self._plan, self._complete, self._breaker, tier.timeout_s)
+        self._client = MoverClient(
+            tier,
+            home,
+            config,
+            native=native,
+            secret=secret,
+            arena_bytes=arena_bytes,
+            breaker=self._breaker,
+            transfers=self._transfers,
+            on_deleted=self._deleted,
+        )
         _stores.add(self)
         self._keeper = threading.Thread(target=self._keep, name="lifeboat-mover", daemon=True)
-        self._clock = threading.Thread(
-            target=self._watch_deadlines, name="lifeboat-mover-clock", daemon=True
+        clock = threading.Thread(
+            target=self._client.watch_deadlines, name="lifeboat-mover-clock", daemon=True
         )
         try:
             self._keeper.start()
-            self._clock.start()
+            clock.start()
         except RuntimeError:
             self._stop.set()
+            self._client.stop()
             self._transfers.stop()
             raise
 
@@ -175,7 +153,7 @@ class RemoteStore:
     @property
     def state(self) -> State:
         """Where the store is in its life."""
-        link = self._link
+        link = self._client.link
         if self._state in (State.DISABLED, State.CLOSED):
             return self._state
         if link is None or not link.usable():
@@ -189,17 +167,7 @@ class RemoteStore:
         return f"{self._tier.name}: {why}" if why and self._state is not State.DISABLED else why
 
     def _why(self) -> str:
-        link = self._link
-        if self._state is State.DISABLED or link is None:
-            return self._reason
-        if not self._breaker.closed:
-            return (
-                f"{self._tier.path} is not used: {self._breaker.reason}; it is tried again by "
-                "itself: check its mount and its server"
-            )
-        if not link.usable():
-            return str(link.status.get("reason") or f"{self._tier.path} is being opened")
-        return ""
+        return self._reason if self._state is State.DISABLED else self._client.why()
 
     @property
     def namespace(self) -> Namespace | None:
@@ -209,12 +177,11 @@ class RemoteStore:
     @property
     def usable(self) -> bool:
         """Whether jobs given to it now have a chance."""
-        link = self._link
-        return link is not None and link.usable() and self._breaker.closed
+        return self._client.usable
 
     def __len__(self) -> int:
         """Blocks known to be there."""
-        return len(self._index)
+        return len(self._client.index)
 
     def targets(self) -> list[TargetStatus]:
         """Its target."""
@@ -231,7 +198,7 @@ class RemoteStore:
                 state=state,
                 reason=self._why(),
                 writing=self.usable,
-                blocks=len(self._index),
+                blocks=len(self._client.index),
                 capacity_bytes=tier.capacity_bytes,
                 reserve_bytes=tier.min_free_bytes,
                 direct_io=tier.direct_io,
@@ -243,7 +210,7 @@ class RemoteStore:
 
     def facts(self) -> dict[str, object]:
         """What is known of the way to the target, for people and metrics."""
-        breaker, transfers, link = self._breaker, self._transfers, self._link
+        breaker, transfers, link = self._breaker, self._transfers, self._client.link
         loads, stores = transfers.latency("load"), transfers.latency("store")
         return {
             "mover": 0 if link is None else link.pid,
@@ -260,11 +227,12 @@ class RemoteStore:
 
     def wait_recovered(self, timeout: float | None = None) -> bool:
         """Wait until the mover has told all records (or the store stands down)."""
-        return self._recovered.wait(timeout)
+        return self._client.recovered.wait(timeout)
 
     def counters(self) -> CounterSnapshot:
         """Totals since the store was opened."""
-        return self._counters.snapshot()
+        found = self._counters.snapshot()
+        return replace(found, recovered_blocks=self._client.recovered_blocks)
 
     def queue(self) -> dict[str, int]:
         """Jobs under way, bytes waiting to be written, and the bound of these bytes."""
@@ -282,8 +250,7 @@ class RemoteStore:
     def describe(self, layout: KVLayout) -> int:
         """Say what the bytes of blocks are; returns the tag for :attr:`BlockBatch.layout`."""
         tag = self._codings.describe(layout)
-        self._layouts[tag] = layout
-        self._transfers.tell(Kind.LAYOUT, to_json(layout_to_json(layout)))
+        self._client.describe(layout)
         return tag
 
     # Lookups ----------------------------------------------------------------
@@ -296,7 +263,7 @@ class RemoteStore:
         count = len(keys)
         if self._state in (State.DISABLED, State.CLOSED) or not self._breaker.closed:
             return np.zeros(count, dtype=np.uint8)
-        waiting = not self._ever_synced and time.monotonic() - self._started < _PATIENCE_S
+        waiting = not self._client.ever_synced and time.monotonic() - self._started < _PATIENCE_S
         miss = Lookup.RETRY if waiting else Lookup.MISS
         if not self.usable:
             return np.full(count, miss, dtype=np.uint8)
@@ -311,30 +278,30 @@ class RemoteStore:
         return answers.astype(np.uint8)
 
     def _found(self, keys: Sequence[bytes]) -> list[bool]:
-        found = self._index.contains(keys)
-        link = self._link
+        found = self._client.index.contains(keys)
+        link = self._client.link
         if not any(found) or (link is not None and link.status.get("kernels")):
             return found
         # Until the mover has kernels, what is in a codec is computed sooner than it is restored.
-        codecs = self._index.gather(self._index.as_keys(keys)).codec
+        codecs = self._client.index.gather(self._client.index.as_keys(keys)).codec
         return [hit and codec == RAW for hit, codec in zip(found, codecs.tolist(), strict=True)]
 
     def sizes(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """int64 ``(n,)``: payload bytes of each block, -1 if it is not there."""
-        found = self._index.gather(keys)
+        found = self._client.index.gather(keys)
         return np.where(found.found, found.raw_length.astype(np.int64), -1)
 
     def layouts(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
         """uint64 ``(n,)``: layout tag of each block, 0 if unknown or not there."""
-        return self._index.gather(keys).layout
+        return self._client.index.gather(keys).layout
 
     def records(self, keys: Sequence[bytes]) -> Entries:
         """``ENTRY`` array ``(n,)``: what is known of each block; ``kind`` is 0 if nothing."""
-        return self._index.gather(keys).entries
+        return self._client.index.gather(keys).entries
 
     def keys(self, *, group: int | None = None) -> list[bytes]:
         """Keys of all blocks known to be there, or of those stored with one group number."""
-        return self._index.keys(group)
+        return self._client.index.keys(group)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Undo one pin of each key. Never fails."""
@@ -348,7 +315,7 @@ class RemoteStore:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Say that a request used these blocks. The mover is told; if it is gone, nobody is."""
-        self._index.touch_places(keys, coarse_time())
+        self._client.index.touch_places(keys, coarse_time())
         for first in range(0, len(keys), _KEYS):
             self._transfers.tell(Kind.TOUCH, b"".join(keys[first : first + _KEYS]))
 
@@ -373,17 +340,17 @@ class RemoteStore:
             if self._state in (State.DISABLED, State.CLOSED):
                 return done
             free = [number for number, key in enumerate(keys) if not self._pins.get(key, 0)]
-            there = self._index.contains([keys[n] for n in free])
+            there = self._client.index.contains([keys[n] for n in free])
             mine = [number for number, hit in zip(free, there, strict=True) if hit]
             if not mine:
                 return done
             self._deletions += 1
-            number = (1 << 63) + self._deletions
+            number = DELETION + self._deletions
             self._deleting.add(number)
             if not self._transfers.tell(Kind.DELETE, b"".join(keys[n] for n in mine), number):
                 self._deleting.discard(number)
                 return done
-            done[mine], _, _ = self._index.take_many([keys[n] for n in mine])
+            done[mine], _, _ = self._client.index.take_many([keys[n] for n in mine])
         return done
 
     # Jobs -------------------------------------------------------------------
@@ -419,7 +386,7 @@ class RemoteStore:
             refusal: Outcome | None = None
             if not batch.buffers.writable:
                 refusal = Outcome.MISMATCH
-            elif self._state is State.DISABLED or self._link is None:
+            elif self._state is State.DISABLED or self._client.link is None:
                 refusal = Outcome.MISSING
             elif not self._breaker.closed:
                 refusal = Outcome.UNAVAILABLE
@@ -428,7 +395,7 @@ class RemoteStore:
     def _submit(self, job: Job, size: int, refusal: Outcome | None) -> Job:
         if refusal is None:
             self._transfers.submit(job, size)
-            self._work.set()
+            self._client.busy()
         else:
             job.outcomes[:] = refusal
             if job.finish_part():
@@ -457,7 +424,7 @@ class RemoteStore:
     def _plan(self, job: Job) -> Plan:
         """What of a job has to be moved."""
         batch, outcomes = job.batch, job.outcomes
-        index = self._index
+        index = self._client.index
         keys = index.as_keys(batch.keys)
         found = index.gather(keys)
         same = found.found & same_shape(found, batch.buffers.sizes(), batch.tags(), self._codings)
@@ -494,29 +461,23 @@ class RemoteStore:
     # The mover --------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Find out the namespace, then reach the mover again and again."""
+        """Find out the namespace, then keep in touch with the mover."""
         try:
             self._companion.begin(self)
-            if self._identify():
-                self._follow()
+            found = self._find_namespace
+            self._namespace = found if isinstance(found, Namespace) else found()
+            self._client.follow(self._namespace, self._companion.tick)
+        except LifeboatError as exc:
+            self._disable(str(exc))
         except Exception as exc:  # a fault of ours must not leave lookups in RETRY for ever
             _log.exception("LifeboatCache: the store failed; please report this")
             self._disable(f"internal error: {exc}")
         finally:
-            self._recovered.set()
-            while not self._stop.wait(_LOOK_S):
+            self._client.recovered.set()
+            while not self._stop.wait(LOOK_S):
                 self._companion.tick()
             self._companion.end()
-            self._places.withdraw()
-
-    def _identify(self) -> bool:
-        try:
-            found = self._find_namespace
-            self._namespace = found if isinstance(found, Namespace) else found()
-        except LifeboatError as exc:
-            self._disable(str(exc))
-            return False
-        return True
+            self._client.withdraw()
 
     def _disable(self, reason: str) -> None:
         with self._lock:
@@ -526,178 +487,14 @@ class RemoteStore:
         self._transfers.cancel(Outcome.DISABLED)
         _log.warning("LifeboatCache stands down: %s", reason)
 
-    def _follow(self) -> None:
-        pause = _LEAST_PAUSE_S
-        looked = -_LOOK_S
-        while not self._stop.is_set():
-            now = time.monotonic()
-            if now - looked >= _LOOK_S:
-                looked = now
-                self._companion.tick()
-                self._say_wanted()
-            link = self._link
-            if link is None:
-                pause = _LEAST_PAUSE_S if self._reach() else min(2 * pause, _MOST_PAUSE_S)
-                if self._link is None:
-                    self._stop.wait(pause)
-                continue
-            if time.monotonic() - link.heard > _SILENT_S:
-                self._reason = "its mover is silent; it is looked for again"
-                link.shut()
-            self._reconfigure()
-            self._lost.wait(_LOOK_S)
-            if self._lost.is_set():
-                self._lost.clear()
-                self._let_go(link)
-        link = self._link
-        if link is not None:
-            link.shut()
-            self._let_go(link)
-
-    def _say_wanted(self) -> None:
-        try:
-            self._places.want(self._tier)
-        except OSError as error:
-            self._reason = f"its mover cannot be asked for ({error}): correct the home directory"
-
-    def _reach(self) -> bool:
-        """Connect to the mover; whether that was done."""
-        if not self._transfers.room(self._arena_bytes):
-            self._reason = "a mover that has ended still holds memory; its target does not answer"
-            return False
-        try:
-            link = Link.connect(self._places, self._hello(), self._arena_bytes)
-        except (OSError, LifeboatError) as error:
-            self._reason = reason_of(error)
-            return False
-        self._breaker.reset()
-        self._index = Index()
-        self._settings = self._sections()
-        with self._lock:
-            self._link = link
-            self._deleting.clear()
-            self._reason = ""
-        self._transfers.attach(link)
-        for layout in list(self._layouts.values()):
-            self._transfers.tell(Kind.LAYOUT, to_json(layout_to_json(layout)))
-        self._reader = threading.Thread(
-            target=self._read, args=(link,), name="lifeboat-mover-in", daemon=True
-        )
-        self._reader.start()
-        return True
-
-    def _hello(self) -> dict[str, Any]:
-        assert self._namespace is not None
-        return {
-            "protocol": PROTOCOL,
-            "core": __version__,
-            "namespace": self._namespace.to_json(),
-            "native": self._native,
-            "secret": None if self._secret is None else self._secret.hex(),
-            "shared_lookup": self._loaded().storage.shared_lookup,
-            "config": self._sections(),
-        }
-
-    def _loaded(self) -> Config:
-        config = self._config
-        return config.config if isinstance(config, LiveConfig) else config
-
-    def _sections(self) -> dict[str, Any]:
-        config = self._loaded()
-        return {
-            "compression": config.compression.model_dump(mode="json"),
-            "engine": config.engine.model_dump(mode="json"),
-        }
-
-    def _reconfigure(self) -> None:
-        """Tell the mover of a changed configuration."""
-        if isinstance(self._config, LiveConfig):
-            sections = self._sections()
-            if sections != self._settings and self._transfers.tell(Kind.CONFIG, to_json(sections)):
-                self._settings = sections
-
-    def _let_go(self, link: Link) -> None:
-        """The mover has gone, or is to go."""
-        with self._lock:
-            self._link = None
-            self._deleting.clear()
-            self._idle.notify_all()
-        self._transfers.detach(link)
-        if self._reader is not None:
-            self._reader.join()
-        link.close()
-        if not self._stop.is_set():
-            _log.warning("LifeboatCache: the mover of target %s has gone", self._tier.name)
-
-    def _read(self, link: Link) -> None:
-        """Take in what the mover says."""
-        try:
-            while (message := link.receive()) is not None:
-                self._hear(link, message)
-        except (OSError, LifeboatError) as error:
-            _log.info("LifeboatCache: the connection to a mover ended: %s", error)
-        except Exception:
-            _log.exception("LifeboatCache: a mover is not understood; please report this")
-        finally:
-            link.shut()
-            self._lost.set()
-
-    def _hear(self, link: Link, message: Message) -> None:
-        if message.kind == Kind.DONE:
-            if message.number >> 63:
-                with self._idle:
-                    self._deleting.discard(message.number)
-                    self._idle.notify_all()
+    def _deleted(self, number: int | None) -> None:
+        """The mover has taken a deletion over; or, for all under way, nobody knows."""
+        with self._idle:
+            if number is None:
+                self._deleting.clear()
             else:
-                self._transfers.done(link, message)
-        elif message.kind == Kind.STATUS:
-            was = link.usable()
-            link.status = from_json(message.body)
-            if link.usable() != was:
-                self._transfers.wake()
-        elif message.kind == Kind.SYNCED:
-            self._counters.add(recovered_blocks=0 if self._ever_synced else len(self._index))
-            link.synced = self._ever_synced = True
-            self._recovered.set()
-            self._transfers.wake()
-        elif message.kind == Kind.RESET:
-            link.synced = False
-            self._index = Index()
-        elif message.kind == Kind.PROBED:
-            answer = from_json(message.body)
-            if self._breaker.probed(answer.get("ok") is True, str(answer.get("reason") or "")):
-                _log.warning("LifeboatCache: target %s answers again", self._tier.name)
-                self._transfers.wake()
-        else:
-            take_in(self._index, message)
-
-    def _watch_deadlines(self) -> None:
-        """End what takes too long; nothing that this thread does can wait."""
-        said = False
-        quiet_since = time.monotonic()
-        while not self._stop.is_set():
-            busy = self._transfers.waiting() or not self._breaker.closed
-            if busy:
-                quiet_since = time.monotonic()
-            elif time.monotonic() - quiet_since > _QUIET_S:
-                quiet_since = time.monotonic()
-                self._transfers.trim()
-            self._work.wait(_TICK_S if busy else _IDLE_TICK_S)
-            self._work.clear()
-            if busy:
-                self._stop.wait(_TICK_S)
-            self._transfers.tick()
-            if self._breaker.wants_probe() and not self._transfers.tell(Kind.PROBE, b""):
-                self._breaker.probed(False)
-            if self._breaker.closed:
-                said = False
-            elif not said:
-                said = True
-                _log.warning(
-                    "LifeboatCache: target %s is not used for now: %s",
-                    self._tier.name,
-                    self._breaker.reason,
-                )
+                self._deleting.discard(number)
+            self._idle.notify_all()
 
     # The end ----------------------------------------------------------------
 
@@ -728,14 +525,10 @@ class RemoteStore:
             return not self._jobs
         self._finish_jobs(timeout)
         self._stop.set()
-        self._work.set()
-        self._lost.set()
+        self._client.stop()
         self._transfers.stop()
-        link = self._link
-        if link is not None:
-            link.shut()
         self._keeper.join(_CLOSING_S)
-        self._recovered.set()
+        self._client.recovered.set()
         return not self._jobs
 
     def _finish_jobs(self, timeout: float) -> None:
@@ -756,34 +549,15 @@ class RemoteStore:
 
     def purge(self) -> None:
         """Remove the namespace from the target, once the store is closed; returns at once."""
-        if self._namespace is not None:
-            threading.Thread(target=self._purge, name="lifeboat-purge", daemon=True).start()
-
-    def _purge(self) -> None:
-        try:
-            link = Link.connect(self._places, self._hello(), 1 << 12)
-        except (OSError, LifeboatError) as error:
-            _log.info("LifeboatCache: a namespace is left on %s: %s", self._tier.name, error)
-            return
-        try:
-            link.send(Kind.PURGE)
-        except OSError:
-            pass
-        finally:
-            link.shut()
-            link.close()
+        self._client.purge()
 
     def _after_fork(self) -> None:
         """In a forked child: the threads stayed with the parent, and with them the locks."""
         self._state = State.CLOSED
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        link, self._link = self._link, None
-        if link is not None:
-            # When the parent dies, the mover must see that.
-            link.after_fork()
+        self._client.after_fork()
         self._transfers.after_fork()
-        self._index = Index()
         self._counters = Counters()
         self._jobs, self._finished, self._pins = set(), deque(), Counter()
 

@@ -34,6 +34,10 @@ Lane = Literal["load", "store"]
 _PART_BYTES = 8 << 20
 _PART_BLOCKS = 2048
 
+#: What could not be loaded so is not there any more: the mover has dropped it, and says so
+#: later than that the load is done. Until then it must not pass for stored.
+_GONE = (int(Outcome.MISSING), int(Outcome.CORRUPT), int(Outcome.FAILED))
+
 #: As many bytes may be stored at a time, however slow the target is.
 _LEAST_WINDOW = 16 << 20
 
@@ -53,7 +57,7 @@ class Plan:
     blocks
         int64 ``(n,)``: which of its blocks. All others have their outcomes.
     gone
-        Called with those that are not there any more, if that matters.
+        Called with those that turn out not to be there any more, if that matters.
     """
 
     blocks: npt.NDArray[np.int64]
@@ -413,9 +417,9 @@ class Transfers:
         self._give_back(link, part)
         plan = part.task.plan
         if plan is not None and plan.gone is not None:
-            missing = outcomes == Outcome.MISSING
-            if missing.any():
-                plan.gone(part.blocks[missing])
+            gone = np.isin(outcomes, _GONE)
+            if gone.any():
+                plan.gone(part.blocks[gone])
         self._end(part, outcomes)
 
     def _note(self, part: _Part, seconds: float) -> None:
