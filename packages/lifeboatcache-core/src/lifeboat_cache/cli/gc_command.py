@@ -60,13 +60,16 @@ def gc(args: argparse.Namespace) -> int:
     """Make room and tidy up."""
     config = load_config(args.config).config
     key = configured_integrity_key(config)
-    policy = JanitorPolicy(eviction=config.eviction.policy)
+    usual = JanitorPolicy(eviction=config.eviction.policy, max_age_s=config.eviction.max_age)
     documents: list[dict[str, Any]] = []
     failed = False
     for tier in config.storage.places:
-        janitor = Janitor(FilesystemTarget.from_tier(tier), policy=policy, key=key)
+        target = FilesystemTarget.from_tier(tier)
+        janitor, policy = None, usual
         report, problem = JanitorReport(), ""
         try:
+            policy = usual.for_shared() if target.shared else usual
+            janitor = Janitor(target, policy=policy, key=key)
             if args.dry_run:
                 report = janitor.run_once(dry_run=True)
             else:
@@ -74,7 +77,8 @@ def gc(args: argparse.Namespace) -> int:
         except LifeboatError as error:
             problem = str(error)
         finally:
-            janitor.close()
+            if janitor is not None:
+                janitor.close()
         failed = failed or bool(problem or report.problems)
         documents.append(
             {
@@ -105,6 +109,8 @@ def _why_full(report: JanitorReport, policy: JanitorPolicy) -> str:
 
 
 def _text(report: JanitorReport, dry_run: bool) -> str:
+    if report.holder:
+        return f"the janitor of {report.holder} looks after it: run this there; nothing was done"
     if report.busy:
         return "another janitor is at work; nothing was done"
     limit = "" if report.capacity is None else f" of {format_size(report.capacity)}"

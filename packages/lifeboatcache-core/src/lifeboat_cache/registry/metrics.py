@@ -94,6 +94,7 @@ _COUNTERS = (
     _counter("recovery_seconds", _STORE, "Seconds that stores took to find them."),
     _counter("bad_journal_entries", _STORE, "Journal entries that were skipped as damaged."),
     _counter("evicted_blocks", _TARGET, "Blocks evicted to make room."),
+    _counter("expired_blocks", _TARGET, "Blocks deleted because of eviction.max_age."),
     _counter("evicted_bytes", _TARGET, "Bytes of blocks evicted to make room."),
     _counter("corrupt_blocks", _TARGET, "Blocks that the agent found corrupt."),
     _counter("reclaimed_bytes", _TARGET, "Bytes given back to the file system."),
