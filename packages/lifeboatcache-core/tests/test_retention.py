@@ -133,7 +133,9 @@ def test_copies_do_not_take_the_future_along(root: Path, namespace: Namespace) -
 
 def purge(root: Path, selection: Selection) -> Purged:
     one = Janitor(FilesystemTarget(root), policy=JanitorPolicy(eviction="none", grace_s=0.0))
-    return one.purge(selection, wait=lambda _: None)
+    done = one.doom(selection)
+    done.left = one.erase_doomed()
+    return done
 
 
 def salted(driver: StoreDriver, numbers: range, salts: list[str]) -> None:
@@ -209,6 +211,41 @@ def test_the_command_erases_what_running_engines_stored(
     assert main(["purge", "--all", "--yes"]) == 0
     assert "single blocks" not in capsys.readouterr().out, "nothing is left to erase"
     assert main(["purge", "--salt", "", "--yes"]) == 2
+
+
+@pytest.mark.usefixtures("quick_purge")
+def test_what_is_copied_back_meanwhile_goes_too(
+    open_driver: Open,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    roots = [tmp_path / "one", tmp_path / "two"]
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))
+    tiers = ", ".join(
+        f"{{name: {root.name}, type: filesystem, path: {root}, min_free_gb: 0}}" for root in roots
+    )
+    (home / "lifeboat.yaml").write_text(f"storage: {{tiers: [{tiers}]}}\n")
+    first, second = (open_driver(target=FilesystemTarget(root), size=SIZE) for root in roots)
+    salted(first, range(1), ["ann"])
+    salted(second, range(1, 2), ["ann"])
+    copies = [range(1), range(1, 2)]
+
+    def promoted(_: float) -> None:
+        # An engine had read it on the other target, and stores it without its salt.
+        if copies:
+            numbers = copies.pop(0)
+            assert (second if numbers.start == 0 else first).store(numbers) == [OK]
+
+    monkeypatch.setattr(purge_command.time, "sleep", promoted)  # type: ignore[attr-defined]
+    assert main(["purge", "--salt", "ann", "--yes"]) == 0
+    assert not copies
+    assert capsys.readouterr().err.count("waiting") == 3
+    for root in roots:
+        assert bytes_of(0) not in on_disk(root)
+        assert bytes_of(1) not in on_disk(root)
 
 
 def test_purge_by_age_takes_single_blocks(root: Path, namespace: Namespace) -> None:

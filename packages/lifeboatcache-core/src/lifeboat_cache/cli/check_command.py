@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -23,7 +24,9 @@ from lifeboat_cache.check import (
 from lifeboat_cache.cli.output import RefusedError, clean
 from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.units import format_size
+from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrity import configured_integrity_key
+from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 __all__ = ["check"]
 
@@ -38,6 +41,9 @@ def check(args: argparse.Namespace) -> int:
     tiers = _tiers(config)
     only = {_matching(tiers, prefix) for prefix in args.namespace} or None
     key = configured_integrity_key(config)
+    for tier in tiers:
+        with contextlib.suppress(LifeboatError):  # what is wrong with it is found again
+            FilesystemTarget.from_tier(tier).prepare()
     kernels.load()
     line = _ProgressLine(shown=sys.stderr.isatty() and not args.quiet)
     with _interruptible() as stop:

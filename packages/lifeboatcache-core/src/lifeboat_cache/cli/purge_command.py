@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lifeboat_cache.cli.output import RefusedError, clean, confirm
 from lifeboat_cache.cli.store_commands import SHORT, Held, held, matching, say_problems
@@ -17,6 +17,9 @@ from lifeboat_cache.keys import salt_tag
 from lifeboat_cache.targets.base import NamespaceInfo, PurgeReport
 
 __all__ = ["purge"]
+
+#: What comes back is removed again so many times.
+_MOST_ROUNDS = 3
 
 
 @dataclass
@@ -33,6 +36,10 @@ class _Part:
         For each of them: what goes file by file, because nobody uses these files any more.
     records
         What goes record by record.
+    janitor, grace_s
+        Who does that, and how long readers have.
+    keys
+        The keys of all of it, as far as records say them.
     problem
         Why it could not be done.
     """
@@ -41,6 +48,9 @@ class _Part:
     chosen: list[NamespaceInfo]
     files: list[PurgeReport]
     records: Purged
+    janitor: Janitor | None = None
+    grace_s: float = 0.0
+    keys: set[int] = field(default_factory=set)
     problem: str = ""
 
 
@@ -71,43 +81,86 @@ def purge(args: argparse.Namespace) -> int:
         if not confirm(f"Remove {what}, {format_size(total)}?", yes=args.yes):
             print("Nothing was removed.")
             return 1
-    done = [_part(part.item, wanted, older_than_s, salt, doing=True) for part in parts]
-    _report(done, "removed")
-    return _say(done, targets)
+    _do(parts, older_than_s, salt)
+    _report(parts, "removed")
+    return _say(parts, targets)
 
 
-def _part(
-    item: Held,
-    wanted: set[str],
-    older_than_s: float | None,
-    salt: int | None,
-    *,
-    doing: bool = False,
-) -> _Part:
-    """Find out what is to go of a target, or do it."""
-    target = item.target
+def _part(item: Held, wanted: set[str], older_than_s: float | None, salt: int | None) -> _Part:
+    """Find out what is to go of a target."""
     chosen = [info for info in item.namespaces if info.digest[:32] in wanted]
     part = _Part(item, chosen, [], Purged())
     if not chosen:
         return part
     try:
-        # What is stored with one salt lies among other blocks.
-        if salt is None:
-            part.files = [
-                target.purge(info.digest, older_than_s=older_than_s, dry_run=not doing)
-                for info in chosen
-            ]
         policy = JanitorPolicy(eviction="none")
-        if target.shared:
+        if item.target.shared:
             policy = policy.for_shared()
-        janitor = Janitor(target, policy=policy)
-        selection = Selection(frozenset(info.digest[:32] for info in chosen), older_than_s, salt)
-        part.records = janitor.purge(
-            selection, only_left=salt is None and not doing, wait=_wait if doing else None
-        )
+        part.grace_s = policy.grace_s
+        part.janitor = Janitor(item.target, policy=policy)
+        selection = _selection(part, older_than_s, salt)
+        part.keys = part.janitor.find(selection).keys
+        part.files = _files(part, older_than_s, salt, dry_run=True)
+        part.records = part.janitor.find(selection, only_left=salt is None)
     except LifeboatError as error:
         part.problem = str(error)
     return part
+
+
+def _selection(part: _Part, older_than_s: float | None, salt: int | None) -> Selection:
+    return Selection(_directories(part), older_than_s, salt)
+
+
+def _directories(part: _Part) -> frozenset[str]:
+    return frozenset(info.digest[:32] for info in part.chosen)
+
+
+def _files(
+    part: _Part, older_than_s: float | None, salt: int | None, *, dry_run: bool
+) -> list[PurgeReport]:
+    """What goes file by file; what is stored with one salt lies among other blocks."""
+    if salt is not None:
+        return []
+    purge_ = part.item.target.purge
+    return [purge_(info.digest, older_than_s=older_than_s, dry_run=dry_run) for info in part.chosen]
+
+
+def _do(parts: list[_Part], older_than_s: float | None, salt: int | None) -> None:
+    """Remove it from all targets at once, so that none fills up again from another."""
+    keys = frozenset[int]().union(*(part.keys for part in parts))
+    for part in parts:
+        if part.janitor is None:
+            continue
+        try:
+            part.files = _files(part, older_than_s, salt, dry_run=False)
+            part.records = part.janitor.doom(_selection(part, older_than_s, salt))
+        except LifeboatError as error:
+            part.problem = str(error)
+    again = [part for part in parts if part.records.blocks]
+    for _ in range(_MOST_ROUNDS):
+        if not again:
+            return
+        _wait(max(part.grace_s for part in again) + 1.0)
+        for part in again:
+            if part.janitor is not None:
+                part.records.left = part.janitor.erase_doomed()
+        # An engine may have been copying one of these blocks from target to target.
+        again = [part for part in parts if _came_back(part, keys)]
+
+
+def _came_back(part: _Part, keys: frozenset[int]) -> bool:
+    """Mark blocks that were copied here while they were removed; whether there are any."""
+    if part.janitor is None or part.problem:
+        return False
+    try:
+        found = part.janitor.doom(Selection(_directories(part), keys=keys))
+    except LifeboatError as error:
+        part.problem = str(error)
+        return False
+    part.records.blocks += found.blocks
+    part.records.bytes += found.bytes
+    part.records.left += found.blocks
+    return found.blocks > 0
 
 
 def _wait(seconds: float) -> None:

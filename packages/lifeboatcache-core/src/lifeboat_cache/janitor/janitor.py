@@ -139,6 +139,7 @@ class Janitor:
         self._no_holes = False
         self._no_space = False
         self._copies: list[tuple[float, int]] = []  # whose originals are not reclaimed yet
+        self._doomed: list[tuple[Segment, Bools]] = []
         self._strange: dict[str, int] = {}  # bytes in namespaces of which nothing is known
 
     def run_once(self, *, dry_run: bool = False) -> JanitorReport:
@@ -456,16 +457,11 @@ class Janitor:
             plan.slots.append((segment, rows["slot"][live].astype(np.int64)))
         return self._mark(plan)
 
-    def purge(
-        self,
-        selection: Selection,
-        *,
-        only_left: bool = False,
-        wait: Callable[[float], None] | None = None,
-    ) -> Purged:
-        """Have records go for good, also those of living writers.
+    # Purging ------------------------------------------------------------------
+    # Unlike a run it does not ask whose janitor is at work: two at once do no harm.
 
-        Unlike a run it does not ask whose janitor is at work: two at once do no harm.
+    def find(self, selection: Selection, *, only_left: bool = False) -> Purged:
+        """Find the records that are selected, and change nothing.
 
         Parameters
         ----------
@@ -473,9 +469,6 @@ class Janitor:
             Which.
         only_left
             Leave out segments of ended writers that hold nothing else: somebody removes them.
-        wait
-            Waits so many seconds, until nobody reads these records any more; ``None`` = only
-            count them.
 
         Raises
         ------
@@ -486,29 +479,39 @@ class Janitor:
         self._now = max(self._clock.monotonic(), 1e-9)
         self._target.prepare()
         purged = Purged()
+        self._doomed = []
         if not check_root(self._root, create=False):
             return purged
         self._survey()
-        doomed = self._choose_doomed(selection, only_left=only_left)
-        for segment, chosen in doomed:
-            purged.blocks += int(chosen.sum())
-            purged.bytes += int(padded(segment.rows.array["stored"][chosen]).sum())
+        self._doomed = self._choose_doomed(selection, only_left=only_left)
+        for segment, chosen in self._doomed:
+            rows = segment.rows.array[chosen]
+            purged.blocks += rows.shape[0]
+            purged.bytes += int(padded(rows["stored"]).sum())
+            purged.keys.update(rows["key"].tolist())
         purged.problems = self._report.problems
-        if wait is None or not doomed:
-            return purged
-        self._doom(doomed)
-        wait(self._policy.grace_s + 1.0)
+        return purged
+
+    def doom(self, selection: Selection) -> Purged:
+        """Mark the records that are selected, also those of living writers."""
+        purged = self.find(selection)
+        self._doom(self._doomed)
+        return purged
+
+    def erase_doomed(self) -> int:
+        """Erase what was marked by :meth:`doom`, a grace later; how many records are left."""
         self._now = max(self._clock.monotonic(), 1e-9)
+        if not self._doomed:
+            return 0
         self._survey()
         self._reclaim()
         self._survey_again()
         there = {id(segment) for segment in self._segments()}
-        purged.left = sum(
+        return sum(
             int((segment.rows.array["erase"] & ~segment.rows.array["done"]).sum())
-            for segment, _ in doomed
+            for segment, _ in self._doomed
             if id(segment) in there
         )
-        return purged
 
     # Space --------------------------------------------------------------------
 

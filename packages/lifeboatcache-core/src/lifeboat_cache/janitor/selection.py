@@ -25,11 +25,14 @@ class Selection:
         They were stored longer ago; ``None`` = at any time.
     salt
         Tag of the cache salt that they were stored with; ``None`` = any or none.
+    keys
+        The first 8 bytes of their keys as numbers; ``None`` = any.
     """
 
     directories: frozenset[str] | None = None
     older_than_s: float | None = None
     salt: int | None = None
+    keys: frozenset[int] | None = None
 
     def concerns(self, directory: str) -> bool:
         """Whether records of a namespace may be among them."""
@@ -45,6 +48,8 @@ class Selection:
             chosen &= rows["born"].astype(np.int64) < now - self.older_than_s
         if self.salt is not None:
             chosen &= rows["salt"] == np.uint64(self.salt)
+        if self.keys is not None:
+            chosen &= np.isin(rows["key"], np.array(sorted(self.keys), dtype="<u8"))
         return chosen
 
 
@@ -56,6 +61,8 @@ class Purged:
     ----------
     blocks, bytes
         That were selected and still held bytes.
+    keys
+        The first 8 bytes of their keys as numbers.
     left
         Of these, records whose bytes are still there.
     problems
@@ -64,5 +71,6 @@ class Purged:
 
     blocks: int = 0
     bytes: int = 0
+    keys: set[int] = field(default_factory=set)
     left: int = 0
     problems: list[str] = field(default_factory=list)
