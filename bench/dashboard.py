@@ -146,7 +146,7 @@ def measure(report: Report, engines: int, targets: int, blocks: int, rounds: int
         write_history(home)
         made = MadeUpHome(home)
         for number in range(engines):
-            made.publish(engine_facts(number, targets=targets))
+            made.publish(engine_facts(number, of=targets))
         made.publish(agent_facts(targets), "agent")
         environ = {**os.environ, "LIFEBOAT_CACHE_HOME": str(home)}
         environ.pop("LIFEBOAT_CACHE_CONFIG", None)

@@ -14,9 +14,9 @@ __all__ = ["MadeUpHome", "agent_facts", "engine_facts"]
 GB = 10**9
 
 
-def engine_facts(number: int = 0, *, targets: int = 1, scale: float = 1.0, **changes: Any) -> Any:
-    """The document of the engine with this number."""
-    target = f"nvme{number % targets}" if targets > 1 else "nvme"
+def engine_facts(number: int = 0, *, of: int = 1, scale: float = 1.0, **changes: Any) -> Any:
+    """The document of the engine with this number, which uses one ``of`` so many targets."""
+    target = f"nvme{number % of}" if of > 1 else "nvme"
     lookups = round(20_000 * scale)
     hits = round(15_400 * scale)
     loaded = round(12_800 * scale)

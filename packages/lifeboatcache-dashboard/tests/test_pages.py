@@ -114,6 +114,46 @@ def test_a_failing_target_says_why(dashboard: Dashboard, made: MadeUpHome) -> No
     assert "has not answered for 90 s" in text_of(client.get("/targets").text)
 
 
+def test_targets_are_shown_as_engines_see_them(dashboard: Dashboard, made: MadeUpHome) -> None:
+    local = {
+        "name": "nvme",
+        "location": "/kv/nvme",
+        "type": "filesystem",
+        "rung": "local",
+        "state": "ready",
+        "reason": "",
+        "writing": True,
+        "blocks": 7,
+        "queue": {"jobs": 1, "pending_bytes": 5_000_000, "limit_bytes": 9_000_000},
+    }
+    share = {
+        **local,
+        "name": "share",
+        "location": "/mnt/share",
+        "type": "nfs",
+        "rung": "shared",
+        "reason": "it has not answered for 10 s: check the mount",
+        "writing": False,
+        "breaker": "open",
+        "retry_s": 12.0,
+        "load_s": [0.004, 0.09],
+        "store_s": [0.01, 0.2],
+    }
+    made.publish(engine_facts(targets=[local, share]))
+    made.publish(agent_facts(), "agent")
+    client = dashboard()
+    found = {one["name"]: one for one in client.get("/api/targets").json()["targets"]}
+    assert found["nvme"]["queue_bytes"] == 5_000_000
+    assert found["nvme"]["state"] == "ready"
+    assert (found["share"]["state"], found["share"]["type"]) == ("failing", "nfs")
+    assert found["share"]["used_bytes"] is None
+    shown = text_of(client.get("/targets").text)
+    assert "it has not answered for 10 s" in shown
+    assert "open tried again in 12.0 s" in shown
+    assert "4.0 ms, 90.0 ms" in shown
+    assert "none: a local disk" in shown
+
+
 def test_metrics_are_those_of_the_agent(dashboard: Dashboard, made: MadeUpHome, home: Path) -> None:
     made.publish(engine_facts())
     made.publish(engine_facts(1, engine={"name": "sglang", "version": "0.5", "model": "other"}))

@@ -163,6 +163,8 @@ class Stored:
         value = _at(self.values, path)
         if isinstance(value, bool) and key.options and "true" not in key.options:
             return "on" if value else "off"  # as YAML reads these words
+        if isinstance(value, int) and f"{value:04o}" in key.options:
+            return f"{value:04o}"  # 0660, which YAML reads as an octal number
         return _shown(value)
 
 

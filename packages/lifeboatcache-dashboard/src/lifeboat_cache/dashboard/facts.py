@@ -28,6 +28,21 @@ __all__ = [
     "targets_facts",
 ]
 
+#: What only whoever measures a target knows.
+_MEASURED = (
+    "used_bytes",
+    "capacity_bytes",
+    "free_bytes",
+    "reserve_bytes",
+    "blocks",
+    "read_bytes_per_second",
+    "evicted_bytes",
+    "evicted_blocks",
+    "reclaimed_bytes",
+    "corrupt_blocks",
+    "codecs",
+)
+
 _STORE_SUMS = (
     "lookups",
     "lookup_hits",
@@ -189,7 +204,14 @@ def targets_facts(view: View) -> dict[str, Any]:
     known = list(document["targets"])
     names = {target.get("name") for target in known}
     tiers = () if view.config is None else view.config.storage.tiers
-    rows = [_target(target, view) for target in known]
+    seen = _seen_by_engines(view)
+    known += [
+        {"name": name, "location": str(users[0]["location"]), **dict.fromkeys(_MEASURED)}
+        for name, users in seen.items()
+        if name not in names
+    ]
+    names |= set(seen)
+    rows = [_target(target, view, seen.get(str(target.get("name")), [])) for target in known]
     rows += [
         {"name": tier.name, "location": str(tier.path), "state": "disabled", "reason": ""}
         for tier in tiers
@@ -198,7 +220,48 @@ def targets_facts(view: View) -> dict[str, Any]:
     return {**_base(view), "targets": rows}
 
 
-def _target(target: Mapping[str, Any], view: View) -> dict[str, Any]:
+def _seen_by_engines(view: View) -> dict[str, list[dict[str, Any]]]:
+    """By name of a target: what each engine that uses it says of it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in view.found.entries:
+        if not entry.alive or entry.role == "agent":
+            continue
+        for one in _mappings(entry.document.get("targets")):
+            queue = one.get("queue")
+            queue = queue if isinstance(queue, Mapping) else {}
+            found.setdefault(str(one.get("name")), []).append(
+                {
+                    "pid": entry.pid,
+                    "location": str(one.get("location") or ""),
+                    "type": str(one.get("type") or ""),
+                    "rung": str(one.get("rung") or ""),
+                    "state": str(one.get("state") or "unknown"),
+                    "reason": str(one.get("reason") or ""),
+                    "writing": bool(one.get("writing")),
+                    "blocks": one.get("blocks"),
+                    "queue_jobs": _int(queue.get("jobs")),
+                    "queue_bytes": _int(queue.get("pending_bytes")),
+                    "queue_limit_bytes": _int(queue.get("limit_bytes")),
+                    # Of targets that can hang, which are kept by a mover.
+                    "breaker": str(one.get("breaker") or ""),
+                    "retry_s": one.get("retry_s"),
+                    "timeout_s": one.get("timeout_s"),
+                    "load_s": _pair(one.get("load_s")),
+                    "store_s": _pair(one.get("store_s")),
+                    "abandoned_bytes": one.get("abandoned_bytes"),
+                }
+            )
+    return found
+
+
+def _pair(value: Any) -> list[float] | None:
+    fine = isinstance(value, list) and len(value) == 2
+    return value if fine and all(isinstance(one, (int, float)) for one in value) else None
+
+
+def _target(
+    target: Mapping[str, Any], view: View, seen: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     name = str(target.get("name"))
     own = Counts()
     for labels, values in view.found.counts.groups():
@@ -207,11 +270,22 @@ def _target(target: Mapping[str, Any], view: View) -> dict[str, Any]:
             own.add({}, values)
     sums = {key: own.total(key) for key in _STORE_SUMS}
     users = [item for item in view.document["processes"] if item["target"].get("name") == name]
+    pids = sorted({item["pid"] for item in users} | {item["pid"] for item in seen})
+    # Engines of older releases say what waits for all of their targets together.
+    waiting = seen or [
+        {
+            "queue_jobs": _int(item["queue"].get("jobs")),
+            "queue_bytes": _int(item["queue"].get("pending_bytes")),
+            "queue_limit_bytes": _int(item["queue"].get("limit_bytes")),
+        }
+        for item in users
+    ]
     used, capacity = target.get("used_bytes"), target.get("capacity_bytes")
     state = "ready"
     reason = str(target.get("problem") or "")
-    if reason:
-        state = "failing"
+    refused = next((item["reason"] for item in seen if item["reason"]), "")
+    if reason or refused:
+        state, reason = "failing", reason or refused
     elif used is None:
         state, reason = "unknown", "it has not been measured yet"
     return {
@@ -219,10 +293,14 @@ def _target(target: Mapping[str, Any], view: View) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "used_part": _ratio(used, capacity),
-        "engines": sorted({item["pid"] for item in users}),
-        "queue_jobs": sum(_int(item["queue"].get("jobs")) for item in users),
-        "queue_bytes": sum(_int(item["queue"].get("pending_bytes")) for item in users),
-        "queue_limit_bytes": sum(_int(item["queue"].get("limit_bytes")) for item in users),
+        "type": next((item["type"] for item in seen if item["type"]), ""),
+        "rung": next((item["rung"] for item in seen if item["rung"]), ""),
+        "engines": pids,
+        "seen_by": list(seen),
+        **{
+            name: sum(item[name] for item in waiting)
+            for name in ("queue_jobs", "queue_bytes", "queue_limit_bytes")
+        },
         **sums,
         "hit_rate": _ratio(sums["lookup_hits"], sums["lookups"]),
         "load_block_seconds": _ratio(sums["load_seconds"], sums["loaded_blocks"]),
