@@ -16,6 +16,7 @@ unless --root names another place.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import sys
@@ -80,7 +81,7 @@ class _Party:
 
     def _open(self) -> Driver:
         from lmcache.v1.distributed.l2_adapters.config import (
-            get_registered_l2_adapter_config_class as config_class,
+            get_l2_adapter_config_class as config_class,
         )
         from lmcache.v1.distributed.l2_adapters.factory import (
             create_l2_adapter_from_registry,
@@ -195,6 +196,8 @@ def measure(
                             samples[limit][what].append(moved / seconds / 1e9)
                         continue
                     one = made[who]
+                    # As LMCache does before it stores; it also opens the store.
+                    assert not one.driver.lookup(list(names), {0: layout})
                     seconds = one.run("store", sources, names, flight)
                     found["store"].append(moved / seconds / 1e9)
                     found["stored"].append(float(one.stored()))
@@ -282,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
     os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
+    logging.getLogger("lifeboat_cache").setLevel(logging.ERROR)  # of a model that is none
     ready_kernels(say, compiling=not arguments.no_compile)
     root = arguments.root or dev_home() / "bench"
     root.mkdir(parents=True, exist_ok=True)
