@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from kv_attention import block_errors
 from kv_model import KIND_TEXTS, Prompt, TextModel, kv_layout, tensors_of, to_blocks
 from kv_recipes import BLOCK_TOKENS, RECIPES
 
@@ -108,6 +109,27 @@ class Line:
             yield compare(_BENCH, f"{self.case}, {self.text}", metric, unit, [value])
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One layer's keys or values in one block: the guard's error, and what it stands for.
+
+    Attributes
+    ----------
+    case, role
+        How the block is stored; ``key`` or ``value``.
+    relative, guard
+        The two errors that the accuracy guard finds.
+    real
+        The error of attention with the queries of the tokens after the prefix.
+    """
+
+    case: str
+    role: str
+    relative: float
+    guard: float
+    real: float
+
+
 class Bench:
     """One text after the other, in all ways.
 
@@ -117,11 +139,17 @@ class Bench:
         That continues.
     home
         A directory for stores.
+
+    Attributes
+    ----------
+    samples
+        Of all lines so far.
     """
 
     def __init__(self, model: TextModel, home: Path) -> None:
         self._model = model
         self._home = home
+        self.samples: list[Sample] = []
 
     def lines(self, kind: str, wanted: str) -> Iterator[Line]:
         """Every case whose name contains ``wanted``."""
@@ -158,7 +186,9 @@ class Bench:
     ) -> Line:
         keys, values = tensors_of(restored, prompt.keys, BLOCK_TOKENS)
         score = self._model.score(prompt, keys, values)
-        relative, attention = _errors(layout, payloads, restored)
+        samples = list(_samples(case, prompt, layout, payloads, restored, keys, values))
+        if restored is not payloads:
+            self.samples += samples
         return Line(
             case=case,
             text=kind,
@@ -167,8 +197,8 @@ class Bench:
             kl=score.kl,
             top1=score.top1,
             perplexity=score.perplexity,
-            relative=relative,
-            attention=attention,
+            relative=float(np.mean([sample.relative for sample in samples])),
+            attention=float(np.mean([sample.guard for sample in samples])),
         )
 
     def _through_store(
@@ -237,16 +267,34 @@ def _through_coders(coded: CodedLayout, payloads: Bytes) -> tuple[Bytes, int]:
     return restored, stored
 
 
-def _errors(layout: KVLayout, payloads: Bytes, restored: Bytes) -> tuple[float, float]:
-    """Means of the guard's errors over every fifth layer of every third block."""
-    found = [
-        quality.compare(tensor, layout.tensors[at], payloads[block], restored[block])
-        for block in range(1 % payloads.shape[0], payloads.shape[0], 3)
-        for at in range(0, len(layout.tensors), 10)
-        for tensor in layout.tensors[at : at + 2]
-    ]
-    relative, attention = np.mean(np.array(found), axis=0)
-    return float(relative), float(attention)
+def _samples(
+    case: str,
+    prompt: Prompt,
+    layout: KVLayout,
+    payloads: Bytes,
+    restored: Bytes,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> Iterator[Sample]:
+    """Every fifth layer of every block but the first, at whose first token all others look.
+
+    That one token would decide the correlation, and it is kept apart by `lbq` anyway.
+    """
+    for block in range(1 % payloads.shape[0], payloads.shape[0]):
+        tokens = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+        for layer in range(0, prompt.keys.shape[0], 5):
+            real = block_errors(
+                prompt.queries[layer],
+                prompt.keys[layer],
+                prompt.values[layer],
+                keys[layer],
+                values[layer],
+                tokens,
+            )
+            own = layout.tensors[2 * layer : 2 * layer + 2]
+            for tensor, error in zip(own, real, strict=True):
+                relative, guard = quality.compare(tensor, own[0], payloads[block], restored[block])
+                yield Sample(case, tensor.role, relative, guard, error)
 
 
 def _rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
@@ -276,6 +324,30 @@ def _print_table(lines: Sequence[Line], kinds: Sequence[str]) -> None:
                 [getattr(line, name) for line in lossy], [line.kl for line in lossy]
             )
             print(f"\nrank correlation of the {name} error with KL: {found:.2f}")
+
+
+def _print_correlations(samples: Sequence[Sample]) -> None:
+    """How well the guard's errors follow those of attention with real queries."""
+    for role in ("key", "value"):
+        of = [sample for sample in samples if sample.role == role]
+        for name in ("guard", "relative"):
+            overall = _rank_correlation(
+                [getattr(one, name) for one in of], [one.real for one in of]
+            )
+            within = [
+                _rank_correlation(
+                    [getattr(one, name) for one in of if one.case == case],
+                    [one.real for one in of if one.case == case],
+                )
+                for case in dict.fromkeys(one.case for one in of)
+            ]
+            kind = "attention" if name == "guard" else "relative"
+            print(
+                f"rank correlation of the {kind} error of {role}s with that of real queries, "
+                f"{len(of)} blocks: {overall:.2f}; within a case {np.median(within):.2f} (median)"
+            )
+        ratio = np.median([one.real / one.guard for one in of if one.guard > 0])
+        print(f"real error by the attention error of {role}s: {ratio:.2f} (median)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -313,6 +385,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     report.add(row)
     if not options.json:
         _print_table(lines, options.texts)
+        if len(bench.samples) > 2:
+            print()
+            _print_correlations(bench.samples)
     return 0
 
 

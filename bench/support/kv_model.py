@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from kv_attention import recorded_queries
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from lifeboat_cache.codecs.layout import KVLayout, Role, TensorLayout
@@ -38,6 +39,9 @@ class Prompt:
         int64 ``(1, prefix + scored + 1)``.
     keys, values
         float32 ``(layers, heads, prefix, dim)``, rounded to bfloat16.
+    queries
+        float32 ``(layers, query heads, scored, dim)``: with which the tokens after the prefix
+        ask its keys.
     logits
         float32 ``(scored, vocabulary)``: what follows, with keys and values as they are.
     """
@@ -45,6 +49,7 @@ class Prompt:
     ids: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    queries: torch.Tensor
     logits: torch.Tensor
 
 
@@ -91,7 +96,9 @@ class TextModel:
             ).past_key_values
         keys = torch.stack([layer.keys[0] for layer in cache.layers]).bfloat16().float()
         values = torch.stack([layer.values[0] for layer in cache.layers]).bfloat16().float()
-        return Prompt(ids, keys, values, self._continued(ids, keys, values))
+        with recorded_queries(self._network) as queries:
+            logits = self._continued(ids, keys, values)
+        return Prompt(ids, keys, values, torch.stack(queries), logits)
 
     def score(self, prompt: Prompt, keys: torch.Tensor, values: torch.Tensor) -> Score:
         """Continue a text over other keys and values, rounded to bfloat16 first."""

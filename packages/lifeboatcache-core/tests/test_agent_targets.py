@@ -232,14 +232,19 @@ def test_codecs_are_measured_after_the_compiler(
 
     def measure() -> dict[tuple[str, int], CodecRate]:
         measured.append(1)
-        return {("bfloat16", 0): CodecRate(1e9, 1.0)}
+        return rates
 
+    rates = {
+        (dtype, codec): CodecRate(1e9, 1.0)
+        for dtype in speed.MEASURED_DTYPES
+        for codec in range(len(speed.CODEC_NAMES))
+    }
     monkeypatch.setattr(speed, "measure_codecs", measure)
     monkeypatch.setattr(kernel_build, "step_back", lambda: None)
     for _ in range(2):
         assert kernel_build.compile_here(tmp_path) == Exit.OK
     assert measured == [1], "once"
-    assert dict(speed.read_codec_rates(tmp_path)) == {("bfloat16", 0): CodecRate(1e9, 1.0)}
+    assert dict(speed.read_codec_rates(tmp_path)) == rates
 
 
 def test_kernels_are_used_that_could_not_be_measured(

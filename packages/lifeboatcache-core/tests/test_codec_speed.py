@@ -13,7 +13,8 @@ import pytest
 
 from lifeboat_cache import kernels
 from lifeboat_cache.codecs import speed
-from lifeboat_cache.codecs.names import FP8, LOSSLESS, RAW
+from lifeboat_cache.codecs.layout import DType
+from lifeboat_cache.codecs.names import CODEC_NAMES, FP8, LBQ3, LOSSLESS, RAW
 from lifeboat_cache.codecs.rates import CodecRate, Rates
 from lifeboat_cache.codecs.speed import (
     codecs_measured,
@@ -46,6 +47,14 @@ def segment(root: Path, size: int, number: int = 0) -> Path:
     return path
 
 
+def all_rates() -> dict[tuple[DType, int], CodecRate]:
+    return {
+        (dtype, codec): CodecRate(1e9 + codec, 1.0)
+        for dtype in speed.MEASURED_DTYPES
+        for codec in range(len(CODEC_NAMES))
+    }
+
+
 # --- codecs ----------------------------------------------------------------------------------
 
 
@@ -58,7 +67,7 @@ def test_raw_costs_its_checksum(both_kernels: bool) -> None:
 
 
 def test_the_sample_looks_like_kv() -> None:
-    layout, payload = speed._sample("bfloat16")
+    layout, payload = speed._layout("bfloat16"), speed._sample("bfloat16")
     assert payload.nbytes == layout.nbytes == 4 << 20
     assert all(tensor.role in ("key", "value") for tensor in layout.tensors)
     values = (payload.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -74,11 +83,18 @@ def test_they_are_measured_once_for_each_kernel(
 ) -> None:
     assert read_codec_rates(home) == {}
     assert not codecs_measured(home)
-    found = {("bfloat16", FP8): CodecRate(5e9, 1.97), ("float16", LOSSLESS): CodecRate(2e9, 1.1)}
-    monkeypatch.setattr(speed, "measure_codecs", lambda: found)
+    some = {("bfloat16", FP8): CodecRate(5e9, 1.97), ("float16", LOSSLESS): CodecRate(2e9, 1.1)}
+    monkeypatch.setattr(speed, "measure_codecs", lambda: some)
     write_codec_rates(home)
+    assert read_codec_rates(home) == some
+    assert not codecs_measured(home), "not all of them"
+    found = all_rates()
+    monkeypatch.setattr(speed, "measure_codecs", lambda: found)
+    speed.ensure_codec_rates(home)
     assert read_codec_rates(home) == found
     assert codecs_measured(home)
+    monkeypatch.setattr(speed, "measure_codecs", lambda: pytest.fail("a second time"))
+    speed.ensure_codec_rates(home)
     (file,) = (home / "speeds").iterdir()
     assert file.name == f"codecs-{key}.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -90,6 +106,22 @@ def test_they_are_measured_once_for_each_kernel(
     assert read_codec_rates(home) == {}, "of another machine or release"
 
 
+def test_what_was_measured_of_another_recipe_does_not_count(
+    home: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "measure_codecs", all_rates)
+    write_codec_rates(home)
+    original = speed._recipe
+
+    def another(dtype: DType, codec: int) -> list[list[int]]:
+        return [[9, 9]] if codec == LBQ3 else original(dtype, codec)
+
+    monkeypatch.setattr(speed, "_recipe", another)
+    known = set(all_rates()) - {(dtype, LBQ3) for dtype in speed.MEASURED_DTYPES}
+    assert set(read_codec_rates(home)) == known
+    assert not codecs_measured(home)
+
+
 @pytest.mark.parametrize(
     "document",
     [
@@ -97,14 +129,23 @@ def test_they_are_measured_once_for_each_kernel(
         {"format": 1},
         {"format": 1, "rates": [1]},
         {"format": 1, "rates": {"bfloat16:fp8": 5, "bfloat16": {}, "bfloat16:gzip": {}}},
-        {"format": 1, "rates": {"bfloat16:fp8": {"decode": 0, "ratio": 2}}},
-        {"format": 1, "rates": {"bfloat16:fp8": {"decode": "fast", "ratio": 2}}},
-        {"format": 1, "rates": {"bfloat16:fp8": {"decode": 1e9, "ratio": True}}},
+        {"format": 1, "rates": {"bfloat16:raw": {"decode": 1e9, "ratio": 1}}},
+        *(
+            {"format": 1, "rates": {"bfloat16:raw": {"recipe": [[0, 0]], **item}}}
+            for item in (
+                {"decode": 0, "ratio": 2},
+                {"decode": "fast", "ratio": 2},
+                {"decode": 1e9, "ratio": True},
+            )
+        ),
     ],
 )
 def test_what_cannot_be_read_was_not_measured(home: Path, key: str, document: object) -> None:
     file = home / "speeds" / f"codecs-{key}.json"
     file.parent.mkdir(parents=True)
+    good = {"decode": 1e9, "ratio": 1, "recipe": [[0, 0]]}
+    file.write_text(json.dumps({"format": 1, "rates": {"bfloat16:raw": good}}))
+    assert read_codec_rates(home) == {("bfloat16", RAW): CodecRate(1e9, 1.0)}
     file.write_text(json.dumps(document))
     assert read_codec_rates(home) == {}
     file.write_text("{")

@@ -329,12 +329,17 @@ def test_every_module_is_loaded_from_disk(kernel_home: Path) -> None:
     assert "'xxh3.xxh3_blocks'" in done.stdout
 
 
-def test_the_command_compiles(home: Path) -> None:
+def test_the_command_compiles_and_measures(home: Path) -> None:
     shutil.rmtree(home / "kernels")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA_", "LIFEBOAT_"))}
     environ = {**kept, "PYTHONPATH": str(SOURCE)}
     code = (
         "import runpy\nfrom lifeboat_cache import kernels\nkernels.MODULES = ('xxh3',)\n"
+        "from lifeboat_cache.codecs import speed\n"
+        "from lifeboat_cache.codecs.rates import CodecRate\n"
+        "speed.measure_codecs = lambda: {\n"
+        "    (dtype, codec): CodecRate(1e9, 1.0)\n"
+        "    for dtype in speed.MEASURED_DTYPES for codec in range(len(speed.CODEC_NAMES))}\n"
         "runpy.run_module('lifeboat_cache.kernels.__main__', run_name='__main__')"
     )
     for place, expected in ((home, 0), (home / "kernels", 0), (Path(os.devnull), 1)):
@@ -346,4 +351,5 @@ def test_the_command_compiles(home: Path) -> None:
             check=False,
         )
         assert done.returncode == expected, done.stderr
-        assert ("are ready" in done.stdout) == (not expected)
+        assert ("are ready, codecs measured" in done.stdout) == (not expected)
+        assert (len(list(place.glob("speeds/codecs-*.json"))) == 1) == (not expected)

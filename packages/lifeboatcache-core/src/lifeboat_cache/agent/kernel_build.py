@@ -112,28 +112,19 @@ def _marker(home: Path) -> Path:
     return cache.directory(home).with_suffix(".building")
 
 
-def _measure(home: Path) -> None:
-    """Find out once what the kernels decode; without that they are used all the same."""
-    from lifeboat_cache.codecs import speed
-
-    try:
-        if not speed.codecs_measured(home) and kernels.load(home):
-            speed.write_codec_rates(home)
-    except Exception:
-        _log.warning("the codecs could not be measured", exc_info=True)
-
-
 def compile_here(home: Path) -> Exit:
     """Compile in this process, and measure the codecs; log what happened."""
+    from lifeboat_cache.codecs import speed
+
     step_back()
     try:
         with contextlib.suppress(cache.UnusableError):
             # Whole and for this machine: nothing needs to be loaded to know that.
             cache.verify(cache.directory(home))
-            _measure(home)
+            speed.ensure_codec_rates(home)
             return Exit.OK
         if kernels.compile_all(home):
-            _measure(home)
+            speed.ensure_codec_rates(home)
             return Exit.OK
         _log.warning("%s", kernels.reason())
         return Exit.FAILED

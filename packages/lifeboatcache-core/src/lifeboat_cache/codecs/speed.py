@@ -11,7 +11,9 @@ Nothing here is needed: without them, defaults hold. An engine only reads them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
 import math
 import mmap
 import os
@@ -29,7 +31,7 @@ import numpy.typing as npt
 from lifeboat_cache import kernels
 from lifeboat_cache.checksum import ALGORITHM_XXH3, BINDING_BYTES, payload_checksum
 from lifeboat_cache.codecs.blocks import decode_block, encode_block
-from lifeboat_cache.codecs.layout import DType, KVLayout, TensorLayout
+from lifeboat_cache.codecs.layout import ITEM_BYTES, DType, KVLayout, TensorLayout
 from lifeboat_cache.codecs.names import CODEC_NAMES, RAW, codec_name
 from lifeboat_cache.codecs.rates import CodecRate
 from lifeboat_cache.codecs.recipes import coded_layout
@@ -44,6 +46,7 @@ __all__ = [
     "MEASURED_DTYPES",
     "Probe",
     "codecs_measured",
+    "ensure_codec_rates",
     "measure_codecs",
     "probe_target",
     "read_codec_rates",
@@ -52,6 +55,8 @@ __all__ = [
     "write_target_rate",
 ]
 
+_log = logging.getLogger("lifeboat_cache")
+
 _FORMAT = 1
 
 #: Of KV that the ladder is for.
@@ -59,6 +64,9 @@ MEASURED_DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
 
 #: Blocks of 4 MiB that are decoded in turn, so that they come from memory and not from a cache.
 _BLOCKS = 24
+
+#: Layers, tokens, heads and head size of these blocks.
+_SHAPE = (16, 256, 2, 128)
 
 #: The best of so many rounds counts; one that takes longer, in seconds, is enough.
 _ROUNDS = 3
@@ -85,7 +93,7 @@ _LEFT_BEHIND_S = 30 * 86400.0
 # Codecs -----------------------------------------------------------------------
 
 
-def measure_codecs(codecs: tuple[int, ...] | None = None) -> dict[tuple[str, int], CodecRate]:
+def measure_codecs(codecs: tuple[int, ...] | None = None) -> dict[tuple[DType, int], CodecRate]:
     """What this machine's kernels decode, by dtype and codec; takes a few seconds.
 
     CPU time is measured, so that a busy machine does not look like a slow one.
@@ -95,9 +103,9 @@ def measure_codecs(codecs: tuple[int, ...] | None = None) -> dict[tuple[str, int
     codecs
         By default all.
     """
-    rates: dict[tuple[str, int], CodecRate] = {}
+    rates: dict[tuple[DType, int], CodecRate] = {}
     for dtype in MEASURED_DTYPES:
-        layout, payload = _sample(dtype)
+        layout, payload = _layout(dtype), _sample(dtype)
         goals = [np.ones_like(payload) for _ in range(_BLOCKS)]
         for codec in range(len(CODEC_NAMES)) if codecs is None else codecs:
             rates[dtype, codec] = _measure(layout, payload, codec, goals)
@@ -128,14 +136,11 @@ def _measure(
     return CodecRate(decoded / max(best, 1e-9), payload.nbytes / stored.nbytes)
 
 
-def _sample(dtype: DType) -> tuple[KVLayout, npt.NDArray[np.uint8]]:
-    """A block like those of a small model, with values as KV has: channels of their own scale."""
-    layers, tokens, heads, dim = 16, 256, 2, 128
-    item = 4 if dtype == "float32" else 2
-    width = dim * item
-    rng = np.random.default_rng(0)
-    scales = np.exp(rng.normal(0.0, 0.8, (2 * layers, 1, heads, dim)))
-    values = (rng.standard_normal((2 * layers, tokens, heads, dim)) * scales).astype(np.float32)
+@functools.cache
+def _layout(dtype: DType) -> KVLayout:
+    """A block like those of a small model."""
+    layers, tokens, heads, dim = _SHAPE
+    width = dim * ITEM_BYTES[dtype]
     size = tokens * heads * width
     tensors = [
         TensorLayout(
@@ -153,20 +158,50 @@ def _sample(dtype: DType) -> tuple[KVLayout, npt.NDArray[np.uint8]]:
         )
         for number in range(2 * layers)
     ]
+    return KVLayout.of(2 * layers * size, tensors)
+
+
+def _sample(dtype: DType) -> npt.NDArray[np.uint8]:
+    """A block of :func:`_layout` with values as KV has: channels of their own scale."""
+    layers, tokens, heads, dim = _SHAPE
+    rng = np.random.default_rng(0)
+    scales = np.exp(rng.normal(0.0, 0.8, (2 * layers, 1, heads, dim)))
+    values = (rng.standard_normal((2 * layers, tokens, heads, dim)) * scales).astype(np.float32)
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
         elements: npt.NDArray[Any] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
     else:
         elements = values.astype("<f4" if dtype == "float32" else "<f2")
-    payload = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
-    return KVLayout.of(payload.nbytes, tensors), payload
+    return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+
+
+def _recipe(dtype: DType, codec: int) -> list[list[int]]:
+    """Which coders a codec takes, with which bits: what its speed is the speed of.
+
+    Kernels do not know it, so a release with the same kernels may have another one.
+    """
+    return [list(pair) for pair in sorted(set(coded_layout(_layout(dtype), codec).coders))]
 
 
 def codecs_measured(home: Path) -> bool:
-    """Whether codecs were measured with the kernels that fit this process."""
+    """Whether all codecs were measured, with the kernels that fit this process."""
     with contextlib.suppress(cache.UnusableError):
-        return bool(_codec_rates(home))
+        found = _codec_rates(home)
+        return all(
+            (dtype, codec) in found
+            for dtype in MEASURED_DTYPES
+            for codec in range(len(CODEC_NAMES))
+        )
     return False
+
+
+def ensure_codec_rates(home: Path) -> None:
+    """Measure the codecs unless that is done; without it kernels are used all the same."""
+    try:
+        if not codecs_measured(home) and kernels.load(home):
+            write_codec_rates(home)
+    except Exception:
+        _log.warning("LifeboatCache: the codecs could not be measured", exc_info=True)
 
 
 def write_codec_rates(home: Path) -> None:
@@ -182,7 +217,11 @@ def write_codec_rates(home: Path) -> None:
         "format": _FORMAT,
         "measured": time.time(),
         "rates": {
-            f"{dtype}:{codec_name(codec)}": {"decode": rate.decode, "ratio": rate.ratio}
+            f"{dtype}:{codec_name(codec)}": {
+                "decode": rate.decode,
+                "ratio": rate.ratio,
+                "recipe": _recipe(dtype, codec),
+            }
             for (dtype, codec), rate in rates.items()
         },
     }
@@ -206,13 +245,16 @@ def _codec_rates(home: Path) -> dict[tuple[str, int], CodecRate]:
     document = _read(home / "speeds" / _codecs_file())
     found: dict[tuple[str, int], CodecRate] = {}
     rates = document.get("rates")
-    for name, item in rates.items() if isinstance(rates, dict) else ():
-        dtype, _, codec = str(name).partition(":")
-        if codec not in CODEC_NAMES or not isinstance(item, dict):
-            continue
-        decode, ratio = _positive(item.get("decode")), _positive(item.get("ratio"))
-        if decode is not None and ratio is not None:
-            found[dtype, CODEC_NAMES.index(codec)] = CodecRate(decode, ratio)
+    if not isinstance(rates, dict):
+        return found
+    for dtype in MEASURED_DTYPES:
+        for codec, name in enumerate(CODEC_NAMES):
+            item = rates.get(f"{dtype}:{name}")
+            if not isinstance(item, dict) or item.get("recipe") != _recipe(dtype, codec):
+                continue
+            decode, ratio = _positive(item.get("decode")), _positive(item.get("ratio"))
+            if decode is not None and ratio is not None:
+                found[dtype, codec] = CodecRate(decode, ratio)
     return found
 
 
