@@ -7,17 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["block_errors", "recorded_queries"]
-
-_NAME = "lifeboat_recorded"
 
 
 @contextmanager
 def recorded_queries(network: Any) -> Iterator[list[torch.Tensor]]:
-    """Have a model of Hugging Face note its queries.
+    """Have a model of Hugging Face note its queries; it computes the same as ever.
 
     Yields
     ------
@@ -26,18 +23,19 @@ def recorded_queries(network: Any) -> Iterator[list[torch.Tensor]]:
         asked with it: after what depends on the position.
     """
     found: list[torch.Tensor] = []
+    # Under the name that it has, by which the model also chooses its masks.
+    name = network.config._attn_implementation
+    before = ALL_ATTENTION_FUNCTIONS[name]
 
     def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found.append(query[0].detach().clone())
-        return sdpa_attention_forward(module, query, *args, **kwargs)
+        return before(module, query, *args, **kwargs)
 
-    before = network.config._attn_implementation
-    AttentionInterface.register(_NAME, attend)
-    network.set_attn_implementation(_NAME)
+    ALL_ATTENTION_FUNCTIONS[name] = attend
     try:
         yield found
     finally:
-        network.set_attn_implementation(before)
+        ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 def block_errors(

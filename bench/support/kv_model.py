@@ -91,8 +91,9 @@ class TextModel:
         if ids.shape[1] < count:
             raise ValueError(f"a text has {ids.shape[1]} tokens, not {count}: take a longer one")
         with torch.inference_mode():
+            # A cache without a configuration keeps all tokens of layers with a window, too.
             cache: Any = self._network(
-                ids[:, : self._prefix], use_cache=True, logits_to_keep=1
+                ids[:, : self._prefix], past_key_values=DynamicCache(), logits_to_keep=1
             ).past_key_values
         keys = torch.stack([layer.keys[0] for layer in cache.layers]).bfloat16().float()
         values = torch.stack([layer.values[0] for layer in cache.layers]).bfloat16().float()
