@@ -305,6 +305,16 @@ def test_engines_know_what_the_mover_knows(steps: list[tuple[str, int, object]])
         same(index, drain(subscription, mirror))
 
 
+def test_keys_that_the_mover_does_not_have_are_forgotten() -> None:
+    mirror = Index()
+    mirror.insert(WRITERS[0], records([1, 2, 3], 0, 0))
+    mirror.insert(WRITERS[1], records([2], 0, 0))
+    keys = b"".join(sample_keys([2, 3, 9]))
+    assert take_in(mirror, Message(Kind.FORGET, 0, keys))
+    assert mirror.contains(sample_keys([1, 2, 3])) == [True, False, False]
+    assert not take_in(mirror, Message(Kind.DONE, 0, b""))
+
+
 def test_engine_that_does_not_listen_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lifeboat_cache.mover.feed._MOST_BYTES", 10 * 128)
     index = FedIndex()

@@ -224,6 +224,8 @@ def take_in(index: Index, message: Message) -> bool:
         index.drop_dead(writer, segment, dead)
     elif message.kind == Kind.GONE:
         index.drop_segment(writer, segment)
+    elif message.kind == Kind.FORGET:
+        index.take_many(message.table(np.dtype((np.uint8, (32,)))))
     elif message.kind == Kind.SETTLED:
         index.settled()
     else:

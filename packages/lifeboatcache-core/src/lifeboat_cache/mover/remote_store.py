@@ -28,7 +28,7 @@ from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.job import Job
 from lifeboat_cache.mover.breaker import Breaker
 from lifeboat_cache.mover.client import DELETION, LOOK_S, MoverClient
-from lifeboat_cache.mover.transfers import Plan, Transfers
+from lifeboat_cache.mover.transfers import Transfers
 from lifeboat_cache.mover.wire import Kind
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
@@ -421,25 +421,17 @@ class RemoteStore:
                 "stayed there: open a store of its own"
             )
 
-    def _plan(self, job: Job) -> Plan:
-        """What of a job has to be moved."""
+    def _plan(self, job: Job) -> npt.NDArray[np.int64]:
+        """Which blocks of a job have to be moved; all others get their outcomes."""
         batch, outcomes = job.batch, job.outcomes
-        index = self._client.index
-        keys = index.as_keys(batch.keys)
-        found = index.gather(keys)
+        found = self._client.index.gather(batch.keys)
         same = found.found & same_shape(found, batch.buffers.sizes(), batch.tags(), self._codings)
         if job.kind == "store":
             outcomes[same] = Outcome.PRESENT
-            return Plan(np.flatnonzero(~same))
+            return np.flatnonzero(~same)
         outcomes[~found.found] = Outcome.MISSING
         outcomes[found.found & ~same] = Outcome.MISMATCH
-
-        def gone(blocks: npt.NDArray[np.int64]) -> None:
-            index.remove_many(
-                keys[blocks], found.writer[blocks], found.segment[blocks], found.slot[blocks]
-            )
-
-        return Plan(np.flatnonzero(same), gone)
+        return np.flatnonzero(same)
 
     def _complete(self, job: Job, reserved: int | None) -> None:
         self._counters.job(job.kind, job.outcomes, job.bytes_moved, job.seconds)

@@ -56,6 +56,7 @@ class _Out:
     kind: Kind
     number: int
     body: bytes
+    missing: tuple[bytes, ...] = ()  # keys that a load has not found
 
 
 class Session:
@@ -86,7 +87,7 @@ class Session:
         self._probe = probe
         self._wake = threading.Condition()
         self._urgent: deque[_Out] = deque()
-        self._stored: deque[_Out] = deque()
+        self._last: deque[_Out] = deque()
         self._woken = False
         self._status_due = False
         self._host: Host | None = None
@@ -203,7 +204,7 @@ class Session:
         self._throttle.submit(lane, moved, partial(self._go, host, lane, batch, message.number))
 
     def _go(self, host: Host, lane: str, batch: BlockBatch, number: int) -> None:
-        finish = partial(self._finish, lane, number)
+        finish = partial(self._finish, lane, number, batch.keys)
         try:
             job = host.store.store if lane == "store" else host.store.load
             job(batch, on_done=finish)
@@ -211,16 +212,20 @@ class Session:
             outcomes = np.full(len(batch), Outcome.UNAVAILABLE, dtype=np.uint8)
             self._put(_Out(Kind.DONE, number, _done(0.0, outcomes.tobytes())))
 
-    def _finish(self, lane: str, number: int, job: Job) -> None:
-        out = _Out(Kind.DONE, number, _done(job.seconds, job.outcomes.tobytes()))
-        # An engine hears of the records of a store before it hears that it is done.
-        self._put(out, stored=lane == "store")
+    def _finish(self, lane: str, number: int, keys: Sequence[bytes], job: Job) -> None:
+        missing: list[int] = []
+        if lane == "load":
+            missing = np.flatnonzero(job.outcomes == Outcome.MISSING).tolist()
+        body = _done(job.seconds, job.outcomes.tobytes())
+        out = _Out(Kind.DONE, number, body, tuple(keys[row] for row in missing))
+        # An engine hears of records that have come or gone before it hears that this is done.
+        self._put(out, last=lane == "store" or bool((job.outcomes != Outcome.OK).any()))
 
     # Telling ----------------------------------------------------------------
 
-    def _put(self, out: _Out, *, stored: bool = False) -> None:
+    def _put(self, out: _Out, *, last: bool = False) -> None:
         with self._wake:
-            (self._stored if stored else self._urgent).append(out)
+            (self._last if last else self._urgent).append(out)
             self._woken = True
             self._wake.notify()
 
@@ -266,7 +271,7 @@ class Session:
                         self._wake.wait(1.0)
                     self._woken = False
                     urgent, self._urgent = self._urgent, deque()
-                    stored = len(self._stored)
+                    last = len(self._last)
                     due, self._status_due = self._status_due, False
                 for out in urgent:
                     send(self._connection, out.kind, out.number, [out.body])
@@ -280,8 +285,12 @@ class Session:
                 if not self._feed(subscription):
                     self._notify()
                     continue
-                for _ in range(stored):
-                    out = self._stored.popleft()
+                for _ in range(last):
+                    out = self._last.popleft()
+                    there = index.contains(out.missing)
+                    gone = [key for key, hit in zip(out.missing, there, strict=True) if not hit]
+                    if gone:
+                        send(self._connection, Kind.FORGET, 0, gone)
                     send(self._connection, out.kind, out.number, [out.body])
                 if not synced and host.store.state is State.READY:
                     synced = True

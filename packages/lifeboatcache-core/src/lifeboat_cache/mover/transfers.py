@@ -24,7 +24,7 @@ from lifeboat_cache.mover.wire import REQUEST, Kind, Message
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.records import void
 
-__all__ = ["Plan", "Transfers"]
+__all__ = ["Transfers"]
 
 _log = logging.getLogger("lifeboat_cache")
 
@@ -34,10 +34,6 @@ Lane = Literal["load", "store"]
 _PART_BYTES = 8 << 20
 _PART_BLOCKS = 2048
 
-#: What could not be loaded so is not there any more: the mover has dropped it, and says so
-#: later than that the load is done. Until then it must not pass for stored.
-_GONE = (int(Outcome.MISSING), int(Outcome.CORRUPT), int(Outcome.FAILED))
-
 #: As many bytes may be stored at a time, however slow the target is.
 _LEAST_WINDOW = 16 << 20
 
@@ -46,22 +42,6 @@ _LATENCIES = 512
 
 #: Messages that may wait to be sent beside jobs.
 _MOST_MESSAGES = 4096
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What is to be moved of a job.
-
-    Attributes
-    ----------
-    blocks
-        int64 ``(n,)``: which of its blocks. All others have their outcomes.
-    gone
-        Called with those that turn out not to be there any more, if that matters.
-    """
-
-    blocks: npt.NDArray[np.int64]
-    gone: Callable[[npt.NDArray[np.int64]], None] | None = None
 
 
 @dataclass(eq=False)
@@ -89,7 +69,7 @@ class _Task:
     since: float
     planning: bool = False
     over: bool = False
-    plan: Plan | None = None
+    planned: bool = False
     parts: deque[_Part] = field(default_factory=deque)
 
 
@@ -103,7 +83,8 @@ class Transfers:
     Parameters
     ----------
     plan
-        Says what is to be moved of a job; gives all other blocks their outcomes.
+        Says which blocks of a job are to be moved (int64 ``(n,)``), and gives all others their
+        outcomes.
     complete
         Called with a job that is done, and what it was submitted with.
     breaker
@@ -115,7 +96,7 @@ class Transfers:
 
     def __init__(
         self,
-        plan: Callable[[Job], Plan],
+        plan: Callable[[Job], npt.NDArray[np.int64]],
         complete: Callable[[Job, int], None],
         breaker: Breaker,
         timeout_s: float,
@@ -287,7 +268,7 @@ class Transfers:
                 if task.over:
                     tasks.popleft()
                     continue
-                if task.plan is None:
+                if not task.planned:
                     task.planning = True
                     return task
                 if not task.parts:
@@ -319,23 +300,22 @@ class Transfers:
     def _cut(self, task: _Task) -> None:
         """Plan a job and cut it into parts."""
         try:
-            plan = self._plan_job(task.job)
-            parts = self._parts(task, plan)
+            parts = self._parts(task, self._plan_job(task.job))
         except Exception:  # a fault of ours: the job fails, the engine goes on
             _log.exception("LifeboatCache: planning a job failed; please report this")
-            plan, parts = Plan(np.zeros(0, dtype=np.int64)), []
+            parts = []
             outcomes = task.job.outcomes
             outcomes[outcomes == Outcome.PENDING] = Outcome.FAILED
         task.job.add_parts(len(parts))
         with self._ready:
-            task.plan = plan
+            task.planned = True
             task.parts.extend(parts)
             task.planning = False
         self._finish(task, 0)
 
-    def _parts(self, task: _Task, plan: Plan) -> list[_Part]:
+    def _parts(self, task: _Task, blocks: npt.NDArray[np.int64]) -> list[_Part]:
         link = self._link
-        batch, blocks = task.job.batch, plan.blocks
+        batch = task.job.batch
         sizes = batch.buffers.sizes()[blocks]
         if link is not None:
             large = sizes > link.arena.size // 2
@@ -415,11 +395,6 @@ class Transfers:
                 outcomes[:] = Outcome.FAILED
         self._judge(outcomes)
         self._give_back(link, part)
-        plan = part.task.plan
-        if plan is not None and plan.gone is not None:
-            gone = np.isin(outcomes, _GONE)
-            if gone.any():
-                plan.gone(part.blocks[gone])
         self._end(part, outcomes)
 
     def _note(self, part: _Part, seconds: float) -> None:
@@ -496,7 +471,7 @@ class Transfers:
                 kept.append(task)
                 continue
             task.over = True
-            if task.plan is None:
+            if not task.planned:
                 tasks.append(task)
             parts.extend(task.parts)
             task.parts.clear()

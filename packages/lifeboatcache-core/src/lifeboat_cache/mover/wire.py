@@ -104,6 +104,8 @@ class Kind(IntEnum):
     SYNCED = 19
     #: ← nothing: no record comes any more of what was declared dead before the last one.
     SETTLED = 21
+    #: ← keys: there is no record of them, whatever was told before.
+    FORGET = 22
     #: → nothing: remove the namespace from the target once nobody uses it.
     PURGE = 20
 
