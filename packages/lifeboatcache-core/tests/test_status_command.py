@@ -569,5 +569,5 @@ def test_watching_goes_on_until_it_is_interrupted(home: Path) -> None:
     first, second = json.loads(watch.stdout.readline()), json.loads(watch.stdout.readline())
     assert first["time"] < second["time"]
     watch.send_signal(signal.SIGINT)
-    watch.communicate()
+    watch.communicate(timeout=300)
     assert watch.returncode == 130
