@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from devkit.shell import heed_interrupts
 from fastapi.testclient import TestClient
 from published import MadeUpHome
 
@@ -13,6 +14,8 @@ from lifeboat_cache.dashboard.access import Access
 from lifeboat_cache.dashboard.app import create_app
 from lifeboat_cache.dashboard.history import History
 from lifeboat_cache.dashboard.source import Source
+
+heed_interrupts()
 
 Dashboard = Callable[..., TestClient]
 

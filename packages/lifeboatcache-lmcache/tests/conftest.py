@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from devkit.shell import heed_interrupts
 from lmcache_rig import Driver, Memory, plugin
 from suites import compiled_kernels
 
 from lifeboat_cache.agent import AgentState, AgentStatus
+
+heed_interrupts()
 
 Open = Callable[..., Driver]
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from devkit.shell import heed_interrupts
+from suites import compiled_kernels
 
-from lifeboat_cache import kernels
 from lifeboat_cache.agent import AgentState, AgentStatus
 from lifeboat_cache.mlx import PersistentPromptCache
+
+heed_interrupts()
 
 Open = Callable[..., PersistentPromptCache]
 
@@ -26,10 +28,7 @@ storage:
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(pytestconfig: pytest.Config) -> None:
     """Kernels are there, as in production; kept from one run of pytest to the next."""
-    assert pytestconfig.cache is not None
-    shared = os.environ.get("LIFEBOAT_TEST_KERNELS")
-    directory = Path(shared) if shared else Path(pytestconfig.cache.mkdir("lifeboat-kernels"))
-    assert kernels.compile_all(directory), kernels.reason()
+    compiled_kernels(pytestconfig)
 
 
 @pytest.fixture(autouse=True)
