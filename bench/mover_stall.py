@@ -40,7 +40,6 @@ from lifeboat_cache.testing import aligned_memory, sample_keys
 _SIZE = 64 << 10
 _BLOCKS = 16
 _KEYS = 256
-_KNOWN = 4096
 _PEER = "while the target is well"
 _LIMIT = "a call that does nothing"
 _OPERATIONS = ("read", "write", "open", "create", "lookup", "getattr", "opendir", "fsync", "unlink")
@@ -58,10 +57,10 @@ Times = dict[str, list[float]]
 class Scheduler:
     """Makes an engine's calls and times them."""
 
-    def __init__(self, store: RemoteStore) -> None:
+    def __init__(self, store: RemoteStore, blocks: int) -> None:
         self._store = store
-        self._known = sample_keys(range(_KNOWN))
-        self._next = _KNOWN
+        self._known = sample_keys(range(blocks))
+        self._next = blocks
         self._free = [
             (memory := aligned_memory(_BLOCKS * _SIZE), _buffers(memory)) for _ in range(_SETS)
         ]
@@ -71,7 +70,7 @@ class Scheduler:
 
     def fill(self) -> None:
         """Store the blocks that are looked up and loaded."""
-        for first in range(0, _KNOWN, _BLOCKS):
+        for first in range(0, len(self._known), _BLOCKS):
             buffers = self._free[0][1]
             job = self._store.store(BlockBatch(self._known[first : first + _BLOCKS], buffers))
             job.wait(60)
@@ -84,7 +83,7 @@ class Scheduler:
         end, step = time.perf_counter() + seconds, 0
         while time.perf_counter() < end:
             step += 1
-            first = int(choice.integers(0, _KNOWN - _KEYS))
+            first = int(choice.integers(0, len(self._known) - _KEYS))
             keys = self._known[first : first + _KEYS]
             _timed(times["lookup"], partial(self._store.lookup, keys))
             _timed(times["nothing"], lambda: None)
@@ -132,7 +131,7 @@ def _percentiles(rounds: list[Times], name: str) -> dict[str, list[float]]:
     return found
 
 
-def measure(report: Report, disk: FaultyDisk, *, seconds: float, rounds: int) -> None:
+def measure(report: Report, disk: FaultyDisk, *, seconds: float, rounds: int, blocks: int) -> None:
     """Measure and report."""
     home = home_directory(os.environ)
     tier = Tier.model_validate(
@@ -145,10 +144,10 @@ def measure(report: Report, disk: FaultyDisk, *, seconds: float, rounds: int) ->
         problem = spawn(AgentPlaces.of(home), ["--mover", target_key(tier)], None)
         if problem or not store.wait_recovered(60):
             raise SystemExit(f"the mover cannot be used: {problem or store.reason}")
-        scheduler = Scheduler(store)
+        scheduler = Scheduler(store, blocks)
         scheduler.fill()
-        scheduler.run(1.0)
         part = seconds / rounds
+        scheduler.run(min(part, 1.0))
         well = [scheduler.run(min(part, 4.0)) for _ in range(rounds)]
         slow_rules = [
             {"op": op, "match": "kv", "do": "delay", "seconds": 0.05} for op in _OPERATIONS
@@ -165,7 +164,7 @@ def measure(report: Report, disk: FaultyDisk, *, seconds: float, rounds: int) ->
         while not store.usable and time.monotonic() - begin < 60:
             time.sleep(0.01)
         say(f"in use again after {time.monotonic() - begin:.2f} s")
-        scheduler.run(1.0)
+        scheduler.run(min(part, 1.0))
         say(f"outcomes of blocks: {dict(scheduler.outcomes)}")
         for case, ours in (("the target is slow", slow), ("the target hangs", hanging)):
             for name in ("lookup", "poll", "submit"):
@@ -194,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--rounds", type=int, default=LEAST_PAIRS)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the target hangs")
+    parser.add_argument("--blocks", type=int, default=4096, help="blocks that are there")
     parser.add_argument("--root", type=Path, help="where to put the files on disk")
     parser.add_argument(
         "--no-compile", action="store_true", help="do not compile kernels that are not there"
@@ -208,7 +208,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench_directory("mover_stall", "disk", arguments.root) as place,
         faulty_disk(place) as disk,
     ):
-        measure(report, disk, seconds=arguments.seconds, rounds=arguments.rounds)
+        measure(
+            report,
+            disk,
+            seconds=arguments.seconds,
+            rounds=arguments.rounds,
+            blocks=arguments.blocks,
+        )
     machine_use("after")
     report.close()
 

@@ -91,7 +91,10 @@ def test_mover_stall(
 ) -> None:
     module = bench("mover_stall", monkeypatch)
     with agent_home(tmp_path, monkeypatch, kernel_home):
-        options = ("--seconds", "1.4", "--rounds", "7", "--root", tmp_path / "root", "--no-compile")
+        options = (
+            "--seconds", "0.7", "--rounds", "7", "--blocks", "512", "--no-compile",
+            "--root", tmp_path / "root",
+        )  # fmt: skip
         found = rows(module, "mover_stall", capsys, *options)
     assert {row["case"] for row in found} == {"the target is slow", "the target hangs"}
 
