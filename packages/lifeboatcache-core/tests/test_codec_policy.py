@@ -7,7 +7,6 @@ import os
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lifeboat_cache import kernels
@@ -191,12 +190,11 @@ def test_until_there_are_kernels_blocks_are_stored_as_they_are(
 
 def test_counts_by_codec() -> None:
     counts = CodecCounts()
-    sizes = np.array([100, 100, 200], dtype=np.int64)
-    kept = np.array([50, 60, 200], dtype=np.int64)
-    counts.stored(np.array([FP8, FP8, RAW], dtype=np.uint16), sizes, kept)
-    counts.stored(np.array([FP8], dtype=np.uint16), sizes[:1], kept[:1])
-    counts.loaded(np.array([LOSSLESS], dtype=np.uint16), sizes[:1], kept[:1])
-    counts.loaded(np.zeros(0, dtype=np.uint16), sizes[:0], kept[:0])
+    counts.stored(FP8, 2, 200, 110)
+    counts.stored(RAW, 1, 200, 200)
+    counts.stored(FP8, 1, 100, 50)
+    counts.loaded(LOSSLESS, 1, 100, 50)
+    counts.loaded(RAW, 0, 0, 0)
     assert counts.values() == {
         "encoded_blocks:raw": 1,
         "encoded_raw_bytes:raw": 200,

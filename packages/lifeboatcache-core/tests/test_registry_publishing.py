@@ -349,8 +349,7 @@ def test_codecs_are_published_and_told_to_look(home: Path, tmp_path: Path) -> No
 
     policy = Watched(load_config(environ={"HOME": str(tmp_path)}).config)
     policy.choose(KVLayout.opaque(64))
-    codecs = np.array([3], dtype=np.uint16)
-    policy.counts.stored(codecs, np.array([200]), np.array([100]))
+    policy.counts.stored(3, 1, 200, 100)
     publisher = StorePublisher(Store(), home, codecs=policy)
     assert publisher.publish()
     assert policy.looks >= 1

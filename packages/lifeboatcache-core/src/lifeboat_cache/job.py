@@ -15,6 +15,8 @@ from lifeboat_cache.outcome import Outcome
 
 __all__ = ["Job"]
 
+_GOOD = frozenset({int(Outcome.OK), int(Outcome.PRESENT)})
+
 
 class Job:
     """A batch under way in a block store.
@@ -79,8 +81,7 @@ class Job:
     @property
     def ok(self) -> bool:
         """Whether the job is done and every block is where it should be."""
-        good = (self.outcomes == Outcome.OK) | (self.outcomes == Outcome.PRESENT)
-        return self.done() and bool(good.all())
+        return self.done() and set(self.outcomes.tobytes()) <= _GOOD
 
     def add_parts(self, parts: int) -> None:
         """Announce more parts, each of which reports with :meth:`finish_part`.

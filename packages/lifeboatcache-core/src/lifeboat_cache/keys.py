@@ -68,9 +68,9 @@ def salt_tag(salt: str | None) -> int:
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """Raise ``ValueError`` unless every key has 32 bytes."""
-    for key in keys:
-        if len(key) != KEY_BYTES:
+    for size in set(map(len, keys)):
+        if size != KEY_BYTES:
             raise ValueError(
-                f"a block key has {len(key)} bytes instead of {KEY_BYTES}: derive keys with "
+                f"a block key has {size} bytes instead of {KEY_BYTES}: derive keys with "
                 "lifeboat_cache.interface.block_keys"
             )

@@ -5,16 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-import numpy as np
-import numpy.typing as npt
-
 from lifeboat_cache.codecs.names import CODEC_NAMES, codec_name
 
 __all__ = ["CodecCounts"]
 
-
-_Numbers = npt.NDArray[np.uint16]
-_Sizes = npt.NDArray[np.int64]
 
 #: Their places in what is shown.
 _ORDER: dict[str, int] = {name: number for number, name in enumerate(CODEC_NAMES)}
@@ -27,42 +21,32 @@ class CodecCounts:
         self._lock = threading.Lock()
         self._values: Counter[str] = Counter()
 
-    def stored(
-        self,
-        codecs: npt.NDArray[np.uint16],
-        raw: npt.NDArray[np.int64],
-        kept: npt.NDArray[np.int64],
-    ) -> None:
+    def stored(self, codec: int, blocks: int, raw: int, kept: int) -> None:
         """Account for blocks that were written.
 
         Parameters
         ----------
-        codecs
-            uint16 ``(n,)``: number of each block's codec.
+        codec
+            Number of their codec.
+        blocks
+            How many.
         raw, kept
-            int64 ``(n,)``: bytes of its payload, and of what is stored.
+            Bytes of their payloads, and of what is stored.
         """
-        self._add("encoded", codecs, raw, kept)
+        self._add("encoded", codec, blocks, raw, kept)
 
-    def loaded(
-        self,
-        codecs: npt.NDArray[np.uint16],
-        raw: npt.NDArray[np.int64],
-        kept: npt.NDArray[np.int64],
-    ) -> None:
+    def loaded(self, codec: int, blocks: int, raw: int, kept: int) -> None:
         """Account for blocks that were restored; see :meth:`stored`."""
-        self._add("decoded", codecs, raw, kept)
+        self._add("decoded", codec, blocks, raw, kept)
 
-    def _add(self, verb: str, codecs: _Numbers, raw: _Sizes, kept: _Sizes) -> None:
-        more: dict[str, int] = {}
-        for number in np.unique(codecs).tolist():
-            mine = codecs == number
-            name = codec_name(number)
-            more[f"{verb}_blocks:{name}"] = int(mine.sum())
-            more[f"{verb}_raw_bytes:{name}"] = int(raw[mine].sum())
-            more[f"{verb}_bytes:{name}"] = int(kept[mine].sum())
+    def _add(self, verb: str, codec: int, blocks: int, raw: int, kept: int) -> None:
+        if not blocks:
+            return
+        name = codec_name(codec)
         with self._lock:
-            self._values.update(more)
+            self._values[f"{verb}_blocks:{name}"] += blocks
+            self._values[f"{verb}_raw_bytes:{name}"] += raw
+            self._values[f"{verb}_bytes:{name}"] += kept
 
     def values(self) -> dict[str, int]:
         """Totals by name: ``encoded_`` or ``decoded_``, what, and ``:`` with the codec.

@@ -656,18 +656,22 @@ class BlockStore:
     def _account(self, job: Job, task: IoTask) -> int:
         """Count what a task has moved; returns how many bytes of the caller's that are."""
         done = np.flatnonzero(task.outcomes == Outcome.OK)
-        stored = task.lengths[done]
-        sizes = job.batch.buffers.sizes()[task.blocks[done]]
-        self._counters.moved(job.kind, int(stored.sum()))
-        codecs = np.full(done.shape[0], task.codec, dtype=np.uint16)
+        blocks, stored = done.shape[0], int(task.lengths[done].sum())
+        self._counters.moved(job.kind, stored)
         counts = self._policy.counts
+        # The sizes come from the task: to ask a large batch for those of all of its blocks, for
+        # each task of it, has cost as much as reading them, beside a busy interpreter.
         if job.kind == "load":
-            counts.loaded(codecs, sizes, stored)
+            coding = task.coding
+            size = stored if coding is None else blocks * coding.coded.layout.nbytes
+            counts.loaded(task.codec, blocks, size, stored)
         else:
-            counts.stored(codecs, sizes, stored)
-            if done.shape[0] and self._policy.guard.wants(task.codec):
+            detail: Written = task.detail
+            size = int(detail.entries["raw_length"][done].sum())
+            counts.stored(task.codec, blocks, size, stored)
+            if blocks and self._policy.guard.wants(task.codec):
                 self._offer(job.batch, int(task.blocks[done[0]]), task.codec)
-        return int(sizes.sum())
+        return size
 
     def _offer(self, batch: BlockBatch, block: int, codec: int) -> None:
         """Let the guard compare a block with what is stored of it, on a thread of its own."""
@@ -720,13 +724,14 @@ class BlockStore:
 
     def _say_full(self, job: Job) -> None:
         where = self._target.location if self._target else "?"
-        if (job.outcomes == Outcome.FULL).any() and self._news("full"):
+        outcomes = job.outcomes.tobytes()  # unlike an array's, its methods keep the interpreter
+        if Outcome.FULL in outcomes and self._news("full"):
             _log.warning(
                 "LifeboatCache: %s has reached its capacity, new blocks are not kept: raise "
                 "capacity_gb, or run `lifeboat-cache gc` or `lifeboat-cache purge --older-than 7d`",
                 where,
             )
-        if (job.outcomes == Outcome.RESERVE).any() and self._news("reserve"):
+        if Outcome.RESERVE in outcomes and self._news("reserve"):
             _log.warning(
                 "LifeboatCache: the disk of %s has less free than min_free_gb, new blocks are not "
                 "kept: free space, or run `lifeboat-cache gc` or "

@@ -66,8 +66,8 @@ def cut(sizes: npt.NDArray[np.int64], part_bytes: int) -> list[tuple[int, int]]:
     ends = np.cumsum(sizes)
     # Each block belongs to the part in which its middle lies.
     part = (ends - (sizes + 1) // 2) // part_bytes
-    starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist()
-    return list(zip(starts, [*starts[1:], int(sizes.shape[0])], strict=True))
+    inner = (np.flatnonzero(part[1:] != part[:-1]) + 1).tolist()
+    return list(zip([0, *inner], [*inner, int(sizes.shape[0])], strict=True))
 
 
 def new_progress() -> npt.NDArray[np.int64]:

@@ -245,10 +245,7 @@ def _reads(
                 algorithms=np.full(last - first, algorithm, dtype=np.uint8),
                 chunk_bytes=chunk_bytes(files[which[first]]),
                 outcomes=np.full(last - first, Outcome.PENDING, dtype=np.uint8),
-                holds=(
-                    [files[number] for number in np.unique(which[part]).tolist()],
-                    batch.buffers.owner,
-                ),
+                holds=([files[number] for number in set(which[part].tolist())], batch.buffers.owner),
                 codec=codec,
                 coding=coding,
                 detail=places[part],
@@ -288,5 +285,7 @@ def runs_of(
     runs[:, 0] = descriptors[starts]
     runs[:, 1] = modes[starts]
     runs[:, 2] = starts
-    runs[:, 3] = np.diff(starts, append=descriptors.shape[0])
+    runs[:-1, 3] = starts[1:]
+    runs[-1, 3] = descriptors.shape[0]
+    runs[:, 3] -= starts
     return runs

@@ -81,9 +81,9 @@ class TierMetrics:
     def job(self, job: Job) -> None:
         """Account for a finished job."""
         storing = job.kind == "store"
-        values, amounts = _histogram(job.outcomes.tolist())
-        for value, amount in zip(values, amounts, strict=True):
-            outcome = Outcome(value)
+        outcomes = job.outcomes.tobytes()
+        for value in set(outcomes):
+            outcome, amount = Outcome(value), outcomes.count(value)
             if outcome is Outcome.OK:
                 self._add(_STORED_BLOCKS if storing else _LOADED_BLOCKS, amount)
             elif outcome is not Outcome.PRESENT:
@@ -117,9 +117,3 @@ class TierMetrics:
             self._shown = indexed
         return stats
 
-
-def _histogram(values: list[int]) -> tuple[list[int], list[int]]:
-    counts: dict[int, int] = {}
-    for value in values:
-        counts[value] = counts.get(value, 0) + 1
-    return list(counts), list(counts.values())

@@ -52,11 +52,14 @@ class Published:
 
     def loaded(self, keys: Sequence[bytes], outcomes: npt.NDArray[np.uint8]) -> None:
         """Count a load job. Every group of layers holds the same tokens: they count once."""
-        groups = Counter(
-            split_key(key)[1]
-            for key, outcome in zip(keys, outcomes.tolist(), strict=True)
-            if outcome == Outcome.OK
-        )
+        if len(self._tokens) == 1:
+            groups: dict[int, int] = {0: outcomes.tobytes().count(Outcome.OK)}
+        else:
+            groups = Counter(
+                split_key(key)[1]
+                for key, outcome in zip(keys, outcomes.tolist(), strict=True)
+                if outcome == Outcome.OK
+            )
         self._served += max(
             (
                 count * self._tokens[group]

@@ -414,12 +414,16 @@ class LifeboatTier(SecondaryTierManager):
         return results
 
     def _result(self, job_id: int, keys: list[OffloadKey], target: Store, job: Job) -> JobResult:
-        good = (job.outcomes == Outcome.OK) | (job.outcomes == Outcome.PRESENT)
         if job.kind == "load" and target is not self._store:
-            good[:] = False  # weights have changed while it was read
-        done = [key for key, fine in zip(keys, good.tolist(), strict=True) if fine]
+            done = []  # weights have changed while it was read
+        elif job.ok:
+            done = keys
+        else:
+            good = (job.outcomes == Outcome.OK) | (job.outcomes == Outcome.PRESENT)
+            done = [key for key, fine in zip(keys, good.tolist(), strict=True) if fine]
         if job.kind == "load":
-            self._miss(set(keys) - set(done))
+            if len(done) < len(keys):
+                self._miss(set(keys) - set(done))
         elif self._publish_events:
             fresh = [
                 key
