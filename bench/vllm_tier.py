@@ -103,6 +103,7 @@ def measure(
                 found[f"{what}, submit per chunk"].append(submit * 1e6)
                 found[f"{what}, scheduler per chunk"].append(sum(spent.values()) / chunks * 1e6)
                 if kind == "load":
+                    found[_once_asked(what)].append(moved / (seconds - tier.asking_s) / 1e9)
                     found[f"{what}, lookup per key"].append(spent["lookup"] / chunks * 1e6)
                     found[f"{what}, answered at the first call"].append(tier.take_first_answers())
                     found[f"{what}, answered after"].append(tier.answered_s)
@@ -134,7 +135,10 @@ def measure(
                 ("hot load", "copy", _MEMORY),
             ):
                 time.sleep(_PAUSE_S)
-                keep(samples[who], what, raw.run(operation, main.rest))
+                seconds = raw.run(operation, main.rest)
+                keep(samples[who], what, seconds)
+                if what != "store":  # a limit asks nobody
+                    samples[who][_once_asked(what)].append(moved / seconds / 1e9)
 
         steps: list[tuple[str, Callable[[str, int], None]]] = [
             (OURS, tier_round),
@@ -174,6 +178,10 @@ def measure(
                     else (names.get(limit, limit), samples[limit][metric]),
                 )
             )
+
+
+def _once_asked(what: str) -> str:
+    return f"{what} once asked, throughput"
 
 
 def _unit(metric: str) -> str:

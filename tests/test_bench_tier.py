@@ -50,10 +50,19 @@ def test_a_small_run_measures_ours_beside_the_peer_and_the_limits(
     assert ("shm", "preadv and pwritev") in limits
     assert ("disk", "preadv from the page cache") in limits
     assert ("disk", "memcpy") in limits
-    for metric in ("store", "cold load", "hot load"):
+    for metric in ("store", "cold load", "hot load", "cold load once asked", "hot load once asked"):
         # On both media, with the main thread idle and busy.
-        found = [row for row in throughput if row["metric"].startswith(metric)]
-        assert len(found) == (8 if metric == "hot load" else 4)
+        found = [row for row in throughput if row["metric"] == f"{metric}, throughput"]
+        assert len(found) == (8 if metric.startswith("hot") else 4)
+        if metric.endswith("once asked"):  # the same bytes in less time, beside the same limit
+            whole = [
+                row
+                for row in throughput
+                if row["metric"] == f"{metric.removesuffix(' once asked')}, throughput"
+            ]
+            for part, all_of_it in zip(found, whole, strict=True):
+                assert part["ours"] > all_of_it["ours"]
+                assert part["limit"] == all_of_it["limit"]
     for row in rows:
         assert row["peer_name"] == "vLLM's fs tier"
         if row["peer"]:

@@ -231,6 +231,7 @@ def _reads(
     for first, last in cut(lengths, part_bytes):
         part = slice(first, last)
         pieces = slice(int(starts[first]), int(starts[last]))
+        read = [files[number] for number in set(which[part].tolist())]
         tasks.append(
             IoTask(
                 kind="load",
@@ -245,7 +246,7 @@ def _reads(
                 algorithms=np.full(last - first, algorithm, dtype=np.uint8),
                 chunk_bytes=chunk_bytes(files[which[first]]),
                 outcomes=np.full(last - first, Outcome.PENDING, dtype=np.uint8),
-                holds=([files[number] for number in set(which[part].tolist())], batch.buffers.owner),
+                holds=(read, batch.buffers.owner),
                 codec=codec,
                 coding=coding,
                 detail=places[part],

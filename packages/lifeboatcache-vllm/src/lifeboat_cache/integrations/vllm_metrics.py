@@ -116,4 +116,3 @@ class TierMetrics:
             stats.set_gauge(_INDEXED, indexed)
             self._shown = indexed
         return stats
-
