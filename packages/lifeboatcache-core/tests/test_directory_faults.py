@@ -17,7 +17,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store import block_store
 from lifeboat_cache.store.block_store import BlockStore, State
-from lifeboat_cache.targets import segment_writer
+from lifeboat_cache.targets import segment_reader, segment_writer
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import ROOT_MARKER
 from lifeboat_cache.testing import StoreDriver
@@ -30,6 +30,7 @@ OK, PRESENT, FAILED, MISSING = Outcome.OK, Outcome.PRESENT, Outcome.FAILED, Outc
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_store, "_WRITER_RETRY_S", 0.0)
+    monkeypatch.setattr(segment_reader, "_LOOK_S", -1.0)  # open files may be deleted at once
 
 
 def test_removed_namespace_directory_is_noticed_and_made_again(

@@ -218,6 +218,13 @@ class Index:
             yield numbers, entries
             self._gate.give_way()
 
+    def segments_of(self, keys: Keys) -> set[tuple[int, int]]:
+        """Writer number and segment of the records that answer for keys."""
+        found, entries = self._copies(words_of(keys))
+        there = found >= 0
+        writers, segments = _writers_in(entries)[there], entries["segment"][there]
+        return set(zip(writers.tolist(), segments.tolist(), strict=True))
+
     def last_used(self, key: bytes) -> int | None:
         """When a block was last used (seconds), ``None`` if it is not there."""
         found, entries = self._copies(words_of([key]))

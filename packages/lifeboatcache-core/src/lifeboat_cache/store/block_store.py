@@ -65,6 +65,14 @@ _ACCESS_S = 20.0
 #: 5 ms to win it back, each time.
 _WINDOW = 448
 
+#: The segments of every so many of the blocks found by a lookup are opened before they are
+#: loaded: each takes several system calls, and each of these up to 5 ms beside an engine that
+#: computes in Python. Not for lookups of fewer keys, nor again within so many seconds.
+_AHEAD_EVERY = 32
+_AHEAD_LEAST = 8
+_AHEAD_S = 10.0
+_MOST_AHEAD = 4096
+
 #: Recovery waits so many seconds for compiled kernels to be loaded.
 _KERNELS_S = 1.0
 
@@ -157,6 +165,7 @@ class BlockStore:
         self._finished: deque[Job] = deque()
         self._pins: Counter[bytes] = Counter()
         self._touched: list[tuple[Touched, int]] = []
+        self._ahead: dict[tuple[int, int], float] = {}  # segments opened ahead, and when
         self._burials = 0  # deletions on their way to storage
         self._kernel_loader: threading.Thread | None = None
         self._farewell: threading.Thread | None = None
@@ -272,7 +281,10 @@ class BlockStore:
         else:
             found = self._found(keys)
         answers = np.where(np.array(found, dtype=bool), np.uint8(Lookup.HIT), np.uint8(miss))
-        self._counters.add(lookups=len(keys), lookup_hits=sum(found))
+        hits = sum(found)
+        self._counters.add(lookups=len(keys), lookup_hits=hits)
+        if hits >= _AHEAD_LEAST:
+            self._open_ahead([key for key, hit in zip(keys, found, strict=True) if hit])
         return answers.astype(np.uint8)
 
     def _found(self, keys: Sequence[bytes]) -> list[bool]:
@@ -285,6 +297,29 @@ class BlockStore:
             return found
         codecs = self._index.gather(self._index.as_keys(keys)).codec
         return [hit and codec == RAW for hit, codec in zip(found, codecs.tolist(), strict=True)]
+
+    def _open_ahead(self, keys: Sequence[bytes]) -> None:
+        """Have the segments of blocks opened on an I/O thread: they will be loaded soon."""
+        now = time.monotonic()
+        last = self._ahead.get
+        wanted = [
+            place
+            for place in self._index.segments_of(keys[::_AHEAD_EVERY])
+            if now - last(place, -_AHEAD_S) > _AHEAD_S
+        ]
+        if wanted:
+            if len(self._ahead) > _MOST_AHEAD:
+                self._ahead = {}
+            self._ahead.update(dict.fromkeys(wanted, now))
+            self._executor.plan("load", partial(self._open_segments, wanted))
+
+    def _open_segments(self, places: Sequence[tuple[int, int]]) -> None:
+        for writer, segment in places:
+            reader = self._reader
+            if reader is not None and not self._stop.is_set():
+                # What is wrong is found out, and said, when blocks are loaded.
+                with contextlib.suppress(OSError, LifeboatError):
+                    reader.open_segment(self._index.writer_id(writer), segment)
 
     def sizes(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """int64 ``(n,)``: payload bytes of each block, -1 if it is not there."""

@@ -41,14 +41,19 @@ _MOST_DOUBTS = 65536
 #: One ``preadv`` carries about this much.
 _READ_BYTES = 16 << 20
 
+#: So many seconds after somebody last looked, an open segment may have been deleted. To look
+#: lets go of the interpreter, which takes up to 5 ms to win back beside a busy engine.
+_LOOK_S = 1.0
+
 
 class _OpenSegment:
     """An open segment; closed when the last user lets go of the object."""
 
-    __slots__ = ("direct_fd", "fd", "size")
+    __slots__ = ("direct_fd", "fd", "looked", "size")
 
     def __init__(self, path: Path, header: FileHeader, direct: bool) -> None:
         self.fd = self.direct_fd = -1
+        self.looked = time.monotonic()
         self.fd = open_file(path)
         #: What was known of its size then.
         self.size = os.fstat(self.fd).st_size
@@ -260,13 +265,18 @@ class SegmentReader(TargetReader):
 
     def _current(self, key: tuple[bytes, int], opened: _OpenSegment) -> bool:
         """Whether an open segment is still there, and all of it is seen."""
+        if opened.size < self._ends.get(key, 0):
+            return False
+        now = time.monotonic()
+        if now - opened.looked <= _LOOK_S:
+            return True
+        opened.looked = now
         try:
-            links = os.fstat(opened.fd).st_nlink
+            return os.fstat(opened.fd).st_nlink > 0
         except OSError as exc:
             if exc.errno != errno.ESTALE:
                 raise
             return False  # deleted by another host, or the server knows it by another handle
-        return links > 0 and opened.size >= self._ends.get(key, 0)
 
     def close(self) -> None:
         with self._lock:
