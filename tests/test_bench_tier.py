@@ -76,3 +76,38 @@ def test_a_small_run_measures_ours_beside_the_peer_and_the_limits(
     first = [row for row in rows if row["metric"].endswith("answered at the first call")]
     assert [row["ours"] for row in first] == [1.0] * 8
     assert not list((tmp_path / "root").iterdir())
+
+
+def test_the_steps_of_a_load_come_one_after_the_other(
+    tmp_path: Path,
+    kernel_home: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("vllm")
+    home = tmp_path / "bench" / "home"
+    home.mkdir(parents=True)
+    (home / "kernels").symlink_to(kernel_home / "kernels")
+    here = SimpleNamespace(make=lambda: Path(sys.executable))
+    monkeypatch.setattr(bench, "recipes", SimpleNamespace(vllm=lambda: here))
+    monkeypatch.setattr(bench, "make_model", lambda: tmp_path)
+    monkeypatch.setattr(bench, "dev_home", lambda: tmp_path)
+    options = ["--json", "--sizes", "64KiB", "--mib", "1", "--rounds", "7", "--main", "busy"]
+    place = tmp_path / "root"
+    code = bench.run_bench("vllm_timeline", [*options, "--no-compile", "--root", str(place)])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["metric"] for row in rows] == [
+        "load handed over",
+        "planning",
+        "first reads",
+        "last reads",
+        "reads done",
+        "scheduler knows",
+    ]
+    reached = [row["ours"] for row in rows]
+    assert reached == sorted(reached)
+    assert rows[-1]["limit_name"] == "preadv"
+    assert rows[-1]["ratio_limit"] > 0
+    assert not list(place.iterdir())

@@ -107,6 +107,8 @@ class DrivenTier:
     ----------
     answered_s
         Seconds of the last load until every lookup had its answer.
+    began
+        When the last load began, by ``time.perf_counter``.
     asking_s
         Seconds that vLLM's own code needed for the lookups of the last load, the tier's not
         counted. Whatever the tier is, they pass before it is told what to load.
@@ -128,6 +130,7 @@ class DrivenTier:
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._first: dict[bytes, bool] = {}
         self.answered_s = 0.0
+        self.began = 0.0
         self.asking_s = 0.0
         watched: Any = self.engine.tier
         for name in _WATCHED:
@@ -189,7 +192,7 @@ class DrivenTier:
     def load(self, prompts: Sequence[Sequence[bytes]]) -> float:
         """Seconds from the first lookup until all prompts are in the CPU tier."""
         requests = [(keys, self.engine.request(keys)) for keys in prompts]
-        begin = time.perf_counter()
+        begin = self.began = time.perf_counter()
         self._fetch(requests, begin)
         self._finish()
         seconds = time.perf_counter() - begin

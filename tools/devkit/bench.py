@@ -43,7 +43,8 @@ def run_bench(name: str, arguments: Sequence[str]) -> int:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    engines = {"sglang": recipes.sglang, "mlx": recipes.mlx, "lmcache": recipes.lmcache}
-    python = engines.get(name.partition("_")[0], recipes.vllm)().make()
+    engine = name.partition("_")[0]
+    recipe = getattr(recipes, engine if engine in {"sglang", "mlx", "lmcache"} else "vllm")
+    python = recipe().make()
     with locked(dev_home() / "bench.lock"):  # two would slow each other down
         return try_run([python, Path(_BENCH, f"{name}.py"), *arguments], env=variables)
