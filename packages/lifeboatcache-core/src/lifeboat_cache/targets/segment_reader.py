@@ -268,7 +268,7 @@ class SegmentReader(TargetReader):
         if opened.size < self._ends.get(key, 0):
             return False
         now = time.monotonic()
-        if now - opened.looked <= _LOOK_S:
+        if now - opened.looked <= _LOOK_S and not self._shared:
             return True
         opened.looked = now
         try:
