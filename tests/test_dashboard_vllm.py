@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import time
-import urllib.request
-from collections.abc import Callable
-from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agents import agent_home, running
+from dashboard_pages import PACKAGE, Pages, until
 from long_prompt import long_prompt
 from vllm_server import StartServer, free_port
 
@@ -21,50 +17,7 @@ from lifeboat_cache.config import load_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
-PACKAGE = Path(__file__).parents[1] / "packages/lifeboatcache-dashboard/src"
-
 TOKENS = 1024
-
-
-def until(ask: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
-    """Ask again until the answer is right; processes publish every 2 s."""
-    give_up = time.monotonic() + 120
-    while True:
-        try:
-            if right(answer := ask()):
-                return answer
-        except OSError as error:  # it is being started
-            answer = error
-        assert time.monotonic() < give_up, f"still {answer}"
-        time.sleep(0.2)
-
-
-class Pages:
-    """Talks to a dashboard as a browser on this machine does."""
-
-    def __init__(self, port: int) -> None:
-        self._address = f"http://127.0.0.1:{port}"
-        self._opener = urllib.request.build_opener(
-            urllib.request.HTTPCookieProcessor(CookieJar()), urllib.request.ProxyHandler({})
-        )
-
-    def text(self, path: str) -> str:
-        with self._opener.open(f"{self._address}{path}", timeout=30) as answer:
-            return str(answer.read().decode())
-
-    def get(self, path: str) -> Any:
-        return json.loads(self.text(path))
-
-    def save(self, **values: str) -> Any:
-        found = self.get("/api/configure")
-        body = {"token": found["token"], "values": values}
-        request = urllib.request.Request(
-            f"{self._address}/api/configure/save",
-            json.dumps(body).encode(),
-            {"content-type": "application/json", "x-csrf-token": found["csrf"]},
-        )
-        with self._opener.open(request, timeout=30) as answer:
-            return json.loads(answer.read())
 
 
 def test_figures_are_the_engines_and_changes_reach_it(

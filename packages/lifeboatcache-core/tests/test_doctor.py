@@ -332,16 +332,19 @@ def test_an_invalid_configuration(home: Path, capsys: pytest.CaptureFixture[str]
     assert "skip  home directory" in out
 
 
-def test_a_salt_that_others_can_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["security: {namespace_salt: hush}\n", "dashboard: {auth_token: hush}\n"]
+)
+def test_a_secret_that_others_can_read(tmp_path: Path, text: str) -> None:
     file = tmp_path / "salted.yaml"
-    found = context("security: {namespace_salt: hush}\n", file)
+    found = context(text, file)
     file.chmod(0o644)
     _, private = check_config(found)
     assert (private.status, private.remedy) == ("warn", f"chmod 600 {file}")
     file.chmod(0o600)
     _, private = check_config(found)
     assert private.status == "ok"
-    # Without a salt there is nothing to keep private.
+    # Without a secret there is nothing to keep private.
     assert len(list(check_config(context("engine: {}", file)))) == 1
 
 

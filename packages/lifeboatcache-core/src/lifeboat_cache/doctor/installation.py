@@ -22,6 +22,12 @@ __all__ = ["check_config", "check_home", "check_kernels", "check_versions"]
 
 _CORE = "lifeboatcache-core"
 
+#: Keys that nobody else may read, and what they hold.
+_SECRETS = {
+    "security.namespace_salt": "the namespace salt",
+    "dashboard.auth_token": "the dashboard's token",
+}
+
 
 def check_versions() -> Check:
     """Report the versions of Python and of LifeboatCache's distributions."""
@@ -64,20 +70,23 @@ def check_config(context: DoctorContext) -> Iterator[Check]:
         details=tuple(str(path) for path in loaded.files),
     )
     yield from _check_integrity_key(loaded.config)
-    origin = loaded.origins.get("security.namespace_salt", "")
-    file = Path(origin.rpartition(":")[0])
-    if file not in loaded.files:
-        return
+    for key, secret in _SECRETS.items():
+        origin = loaded.origins.get(key, "")
+        file = Path(origin.rpartition(":")[0])
+        if file in loaded.files:
+            yield _check_private(file, secret)
+
+
+def _check_private(file: Path, secret: str) -> Check:
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o077:
-        yield Check(
+        return Check(
             "configuration: private",
             "warn",
-            f"{file} holds the namespace salt, and its mode {mode:04o} lets others read it",
+            f"{file} holds {secret}, and its mode {mode:04o} lets others read it",
             f"chmod 600 {file}",
         )
-    else:
-        yield Check("configuration: private", "ok", f"{file} has the mode {mode:04o}")
+    return Check("configuration: private", "ok", f"{file} has the mode {mode:04o}")
 
 
 def _check_integrity_key(config: Config) -> Iterator[Check]:
