@@ -43,7 +43,6 @@ from lifeboat_cache.store.block_store import BlockStore  # noqa: E402
 from lifeboat_cache.targets import (  # noqa: E402
     filesystem,
     journal_reader,
-    segment_reader,
     segment_writer,
     server_clock,
     writer_lock,
@@ -58,7 +57,6 @@ for module, names in (
     (lease, ("JANITOR_LEASE_S", "_BEAT_S")),
     (server_clock, ("_ASK_AGAIN_S",)),
     (journal_reader, ("_VISIBLE_S", "_FIRST_PROBE_S", "_LAST_PROBE_S")),
-    (segment_reader, ("_VISIBLE_S",)),
     (_catalogue, ("_VISIBLE_S",)),
     (block_store, ("_TAIL_S", "_WRITER_RETRY_S")),
 ):

@@ -414,10 +414,20 @@ def test_what_stays_wrong_is_corrupt(
     assert one.store(range(3)) == [OK] * 3
     other = node(size=8192)
     (segment,) = root.glob("*/*.segment")
+    data = segment.read_bytes()
     with segment.open("r+b") as file:
         file.seek(4096 + 2 * 8192)
         file.write(bytes(4096))
     assert other.load([2]) == [MISSING]
+    with segment.open("r+b") as file:
+        file.write(data)
+    assert other.load([2]) == [OK]
+    monkeypatch.setattr(segment_reader, "_VISIBLE_S", 3600.0)
+    with segment.open("r+b") as file:
+        file.seek(4096 + 2 * 8192)
+        file.write(bytes(4096))
+    assert other.load([2]) == [MISSING], "the doubt of before was cleared"
+    assert other.block_store._reader.doubts == 1  # type: ignore[union-attr]
     monkeypatch.setattr(segment_reader, "_VISIBLE_S", 0.0)
     assert other.load([2]) == [CORRUPT]
     assert other.lookup([2]) == [Lookup.MISS]

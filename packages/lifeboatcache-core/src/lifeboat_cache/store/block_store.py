@@ -916,6 +916,7 @@ class BlockStore:
     def _finish_loads(self, tasks: list[IoTask]) -> None:
         """Deal with what was not read, or is not what it should be."""
         for task in tasks:
+            self._believe(task)
             bad = np.flatnonzero(task.outcomes != Outcome.OK)
             if not bad.shape[0]:
                 continue
@@ -939,6 +940,15 @@ class BlockStore:
             task.outcomes[bad] = outcomes
             lost = np.flatnonzero((outcomes != Outcome.CANCELLED) & ~doubted)
             self._forget(places[lost], outcomes[lost])
+
+    def _believe(self, task: IoTask) -> None:
+        """Doubt no more what has turned out right."""
+        reader = self._reader
+        if reader is None or not reader.doubts:
+            return
+        good: Places = task.detail[np.flatnonzero(task.outcomes == Outcome.OK)]
+        for writer, segment, slot in good.rows():
+            reader.believe(self._index.writer_id(writer), segment, slot)
 
     def _doubted(self, places: Places, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of some records may only not be seen yet, as another host has just written them."""

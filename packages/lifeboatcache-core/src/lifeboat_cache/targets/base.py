@@ -325,6 +325,15 @@ class TargetReader(ABC):
         after this process indexed it is missing, not corrupt.
         """
 
+    @property
+    @abstractmethod
+    def doubts(self) -> int:
+        """How many records are doubtful now."""
+
+    @abstractmethod
+    def believe(self, writer: bytes, segment: int, slot: int) -> None:
+        """Say that a record was read and is right: it is not doubtful any more."""
+
     @abstractmethod
     def doubtful(self, writer: bytes, segment: int, slot: int) -> bool:
         """Whether a record that could not be read, or does not match, may only not be seen yet.

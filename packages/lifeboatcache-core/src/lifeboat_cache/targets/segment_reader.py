@@ -141,6 +141,13 @@ class SegmentReader(TargetReader):
                 del self._ends[end]
         return vanished
 
+    @property
+    def doubts(self) -> int:
+        return len(self._doubts)
+
+    def believe(self, writer: bytes, segment: int, slot: int) -> None:
+        self._doubts.pop((writer, segment, slot), None)
+
     def doubtful(self, writer: bytes, segment: int, slot: int) -> bool:
         if not self._shared:
             return False
