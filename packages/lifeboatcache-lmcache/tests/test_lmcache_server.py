@@ -276,3 +276,92 @@ def test_lmcaches_own_bench_verifies_what_it_reads(home: Path) -> None:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "verif" in said.lower(), said
+
+
+#: What an engine's connector does about the server, without an engine.
+USER = """
+import sys, time
+from lifeboat_cache.config import load_config
+from lifeboat_cache.integrations.lmcache_starter import ensure_server
+loaded = load_config()
+while True:
+    ensure_server(loaded, int(sys.argv[1]))
+    print("there", flush=True)
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.full
+def test_kills_of_users_and_of_the_server_that_they_share(home: Path) -> None:
+    from lifeboat_cache.integrations.lmcache_leases import ServerPlaces
+    from lifeboat_cache.integrations.lmcache_starter import server_pid
+
+    path = home / "lifeboat.yaml"
+    path.write_text(path.read_text() + "engine: {native_cpu_gb: 1}\n")
+    port = free_port()
+    places = ServerPlaces(home, port)
+    users: list[subprocess.Popen[bytes]] = []
+
+    def user() -> subprocess.Popen[bytes]:
+        users.append(
+            subprocess.Popen(
+                [sys.executable, "-c", USER, str(port)],
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        )
+        return users[-1]
+
+    def wait(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < end, places.log.read_text()[-4000:]
+            time.sleep(0.2)
+
+    def gone(pid: int) -> bool:
+        try:
+            return "(zombie)" in Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return True
+
+    try:
+        # At the same time: one of them starts a server, and both use it.
+        first, second = user(), user()
+        for one in (first, second):
+            assert one.stdout is not None
+            assert one.stdout.readline() == b"there\n"
+        pid = server_pid(places)
+        assert places.log.read_text().count("Started server process") == 1
+        assert os.getpgid(pid) not in (os.getpgid(first.pid), os.getpgid(second.pid))
+
+        first.kill()
+        first.wait()
+        time.sleep(15)  # more than its grace
+        assert server_pid(places) == pid
+
+        os.kill(pid, signal.SIGKILL)
+        wait(lambda: server_pid(places) not in (0, pid))  # the second has started another
+        pid = server_pid(places)
+        second.kill()
+        second.wait()
+        wait(lambda: gone(pid))
+
+        third = user()
+        assert third.stdout is not None
+        assert third.stdout.readline() == b"there\n"
+        pid = server_pid(places)
+        os.kill(pid, signal.SIGKILL)
+        third.kill()
+        third.wait()
+        wait(lambda: gone(pid))
+        # The user may have started another one before it was killed: that ends, too.
+        wait(lambda: not places.served())
+        assert not places.in_use()
+        assert not [name for name in os.listdir("/dev/shm") if str(pid) in name]
+    finally:
+        for one in users:
+            one.kill()
+            one.wait()
+        pid = server_pid(places)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
