@@ -139,6 +139,18 @@ def test_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert {"recovery", "memory of a block"} <= {row["metric"] for row in found}
 
 
+def test_ladder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = bench("ladder", monkeypatch)
+    root = tmp_path / "root"
+    options = ("--blocks", "4", "--size", "4096", "--rounds", "7", "--root", root, "--no-compile")
+    found = rows(module, "ladder", capsys, *options)
+    assert {row["case"].split(",")[0] for row in found} == {"one target", "two targets"}
+    assert {row["limit_name"] for row in found} == {"the target alone"}
+    assert not root.exists()
+
+
 def test_codecs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = bench("codecs", monkeypatch)
     options = ("--no-compile", "--mib", "1", "--layers", "1", "--dim", "64", "--rounds", "7")

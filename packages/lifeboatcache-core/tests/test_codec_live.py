@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ladders import only_store
 
 from lifeboat_cache.cli.main import main
 from lifeboat_cache.codecs import guard as guard_module
@@ -26,10 +27,11 @@ from lifeboat_cache.interface import (
     BlockStore,
     Namespace,
     Outcome,
+    Store,
     block_keys,
     open_block_store,
 )
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import tiered_store
 
 pytestmark = pytest.mark.usefixtures("kernels_on")
 
@@ -49,7 +51,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     monkeypatch.setenv("LIFEBOAT_CACHE_HOME", str(home))
     monkeypatch.delenv("LIFEBOAT_CACHE_CONFIG", raising=False)
-    monkeypatch.setattr(block_store, "_TAIL_S", 0.02)
+    monkeypatch.setattr(tiered_store, "_TICK_S", 0.02)
+    monkeypatch.setattr(tiered_store, "_COMPANION_S", 0.02)
     return home
 
 
@@ -66,17 +69,16 @@ Open = Callable[..., BlockStore]
 
 @pytest.fixture
 def open_store(home: Path) -> Iterator[Open]:
-    opened: list[BlockStore] = []
+    opened: list[Store] = []
 
     def make(**settings: bool) -> BlockStore:
         store = open_block_store(
             LiveConfig(load_config()), Namespace.from_identity({"test": "live"}), **settings
         )
-        assert isinstance(store, BlockStore)
         opened.append(store)
         store.describe(LAYOUT)
         assert store.wait_recovered(60)
-        return store
+        return only_store(store)
 
     yield make
     for store in opened:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lifeboat_cache.config import load_config
+from lifeboat_cache.config import Tier, load_config
 from lifeboat_cache.config.describe import entries
 from lifeboat_cache.config.live import LiveConfig
 
@@ -51,7 +51,7 @@ def test_live_keys_follow_the_file_and_the_others_stay(
             file,
             "engine: {io_workers: 5, native_codec: ladder}\n"
             "compression: {ladder: {local: lbq4}, lossless_8bit: on}\n"
-            "storage: {tiers: [{name: a, type: filesystem, path: /a}]}\n",
+            "storage: {tiers: [{name: a, type: filesystem, path: /a}], shared_lookup: false}\n",
         )
         before = live.config
         assert live.look()
@@ -60,12 +60,14 @@ def test_live_keys_follow_the_file_and_the_others_stay(
     assert live.config.compression.lossless_8bit == "on"
     assert live.config.engine.native_codec == "exact"
     assert live.config.engine.io_workers == 3
-    assert live.config.storage == before.storage
-    assert restart_of(live) == ("storage.tiers", "engine.native_codec", "engine.io_workers")
+    assert [tier.name for tier in live.config.storage.tiers] == ["a"]
+    assert live.config.storage.shared_lookup
+    changed = ("storage.shared_lookup", "engine.native_codec", "engine.io_workers")
+    assert restart_of(live) == changed
     assert before.compression.ladder.local == "fp8", "who has it keeps it as it was"
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.endswith(
-        "restart the engine to apply storage.tiers, engine.native_codec, engine.io_workers"
+        "restart the engine to apply storage.shared_lookup, engine.native_codec, engine.io_workers"
     )
     write(file, "engine: {io_workers: 3}\n")
     assert live.look()
@@ -124,8 +126,13 @@ def test_a_file_that_was_named_and_one_that_it_extends(home: Path, tmp_path: Pat
 
 def test_live_keys_are_those_that_the_reference_calls_live(home: Path) -> None:
     live = {".".join(e.path) for _, _, own in entries() for e in own if not e.key.restart}
-    assert live == {
+    # Tiers come and go and change as wholes.
+    assert live == {f"storage.tiers[].{name}" for name in Tier.model_fields} | {
+        "storage.tiers",
+        "storage.write_mode",
         "compression.ladder.local",
+        "compression.ladder.shared",
+        "compression.ladder.archive",
         "compression.lossless_8bit",
         "dashboard.allow_config_edit",
         "dashboard.auth_token",

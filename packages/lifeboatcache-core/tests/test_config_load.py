@@ -354,7 +354,10 @@ TIER = "storage: {{tiers: [{{name: a, type: filesystem, path: /a, {0}}}]}}"
         ("storage: {fallback_local: {path: $NO/x}}", "variable 'NO' in '$NO/x' is not set"),
         ("storage: {fallback_local: {path: '${}/x'}}", "variable '' in '${}/x' is not set"),
         ("storage: {fallback_local: 3}", "storage.fallback_local: 3 instead of a mapping."),
-        ("storage: [1]", "storage: [1] instead of a mapping. Write keys below it: tiers, fallback"),
+        (
+            "storage: [1]",
+            "storage: [1] instead of a mapping. Write keys below it: tiers, write_mode",
+        ),
         ("storage: {tiers: {name: x}}", "storage.tiers: {'name': 'x'} is not allowed."),
         ("storage: {tiers: [x]}", "storage.tiers[0]: 'x' instead of a mapping."),
         (
@@ -580,7 +583,10 @@ def test_names_of_codecs(tmp_path: Path, written: str, meant: str) -> None:
         ("compression: {ladder: {local: turboquant}}", "did you mean 'turboquant"),
         ("compression: {ladder: {local: gzip}}", "there is no codec 'gzip'. Allowed: raw,"),
         ("compression: {ladder: {local: 8}}", "8 is not the name of a codec. Allowed: raw,"),
-        ("compression: {ladder: fp8}", "'fp8' instead of a mapping. Write keys below it: local."),
+        (
+            "compression: {ladder: fp8}",
+            "'fp8' instead of a mapping. Write keys below it: local, shared",
+        ),
         ("compression: {ladder: {lokal: fp8}}", "unknown key. Did you mean 'local'?"),
         ("compression: {lossless_8bit: maybe}", "'maybe' is not allowed. Allowed: on, remote or"),
         ("engine: {native_codec: fp8}", "'fp8' is not allowed. Allowed: exact or ladder."),
@@ -654,7 +660,7 @@ def test_every_key_is_described() -> None:
     from lifeboat_cache.config.describe import entries
 
     found = [entry for _, _, own in entries() for entry in own]
-    assert len(found) == 41
+    assert len(found) == 45
     for entry in found:
         assert entry.field.description, entry.path
         assert entry.key.allowed, entry.path

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ladders import only_store
 
 from lifeboat_cache.config import Config
 from lifeboat_cache.errors import StoreClosedError
@@ -111,8 +112,8 @@ def test_the_configuration_says_whether_to_share(
         }
     )
     store = open_block_store(config, namespace)
-    assert isinstance(store, BlockStore)
-    assert store._shared_lookup is shared
+    assert store.wait_recovered(60)
+    assert only_store(store)._shared_lookup is shared
     store.close()
 
 

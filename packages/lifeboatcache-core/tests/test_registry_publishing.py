@@ -119,23 +119,34 @@ def test_a_store_is_published_as_it_is(
         "reserve_bytes": 5,
         "direct_io": "auto",
     }
-    assert found["targets"] == [
-        {
-            **found["target"],
-            "type": "filesystem",
-            "rung": "local",
-            "state": "ready",
-            "reason": "",
-            "writing": True,
-            "blocks": 5,
-            "queue": {"jobs": 0, "pending_bytes": 0, "limit_bytes": 2 << 30},
-        }
-    ]
+    (target_shown,) = found["targets"]
+    means = [target_shown.pop(name) for name in ("store_mean_s", "load_mean_s")]
+    assert all(mean > 0 for mean in means)
+    assert target_shown == {
+        **found["target"],
+        "type": "filesystem",
+        "rung": "local",
+        "state": "ready",
+        "reason": "",
+        "writing": True,
+        "blocks": 5,
+        "queue": {"jobs": 0, "pending_bytes": 0, "limit_bytes": 2 << 30},
+        "stored_blocks": 5,
+        "stored_bytes": store.counters().bytes_stored,
+        "loaded_blocks": 5,
+        "loaded_bytes": store.counters().bytes_loaded,
+        "store_dropped": {},
+        "load_failed": {"missing": 1},
+    }
     assert found["index"] == {"blocks": 5}
     assert found["queue"] == {"jobs": 2, "pending_bytes": 300, "limit_bytes": 1000}
     assert found["recovery"]["done"] is True
     assert found["recent"]["load_failed"] == {"missing": 1}
-    ((labels, values),) = groups(home).items()
+    found_groups = groups(home)
+    tier = found_groups.pop((("tier", "nvme"),))
+    assert tier["tier_stored_blocks"] == tier["tier_loaded_blocks"] == 5
+    assert tier["tier_load_outcome:missing"] == 1
+    ((labels, values),) = found_groups.items()
     assert dict(labels) == {"namespace": namespace.hex[:12], "engine": "test", "target": "nvme"}
     counters = store.counters()
     assert values["stored_blocks"] == values["loaded_blocks"] == 5
@@ -147,8 +158,7 @@ def test_a_store_is_published_as_it_is(
     publisher.close()
     publisher.close()
     assert processes(home) == [], "its counts are in the totals"
-    ((_, after),) = groups(home).items()
-    assert after == values
+    assert groups(home) == {labels: values, (("tier", "nvme"),): tier}
 
 
 def test_counts_stay_where_they_were_shown_as_labels_become_known(

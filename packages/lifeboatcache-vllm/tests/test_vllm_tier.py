@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ladders import only_store
 from vllm.v1.kv_offload.base import LookupResult, Medium
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_tiering import Engine, offload_keys, random_chunks
@@ -393,7 +394,7 @@ def test_positions_groups_and_parents_are_recorded(engine: OpenEngine, stored: A
     second.tier.store.wait_recovered(10)
     request = second.request(keys)
     names = second.tier._keys_of(request).store_keys(keys)
-    entries = [item[1] for item in second.tier.store._index.get(names)]
+    entries = [item[1] for item in behind(second)._index.get(names)]
     second.manager.on_request_finished(request)
     assert [int(entry["position"]) for entry in entries] == [128 * (n + 1) for n in range(COUNT)]
     assert int(entries[0]["parent"]) == 0
@@ -508,6 +509,11 @@ def indexed(engine: Engine) -> float:
     return float(value)
 
 
+def behind(engine: Engine) -> Any:
+    """The store of the tier's only target."""
+    return only_store(engine.tier.store)
+
+
 def test_a_load_never_lands_after_its_job_was_reported(
     engine: OpenEngine, stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,7 +521,7 @@ def test_a_load_never_lands_after_its_job_was_reported(
     second = engine()
     store = second.tier.store
     store.wait_recovered(10)
-    release, reader = threading.Event(), store._reader
+    release, reader = threading.Event(), behind(second)._reader
     original = reader.open_segment
 
     def slow(*args: Any) -> Any:
@@ -543,7 +549,7 @@ def test_shutdown_says_when_storage_does_not_answer(
     second = engine()
     store = second.tier.store
     store.wait_recovered(10)
-    release, reader = threading.Event(), store._reader
+    release, reader = threading.Event(), behind(second)._reader
     original = reader.open_segment
 
     def hang(*args: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ladders import only_store
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_tiering import Engine, offload_keys, random_chunks
@@ -291,7 +292,8 @@ def test_a_tier_that_cannot_start_stands_down(
 
 def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let reads of the tier's store wait."""
-    reader, release = engine.tier.store._reader, threading.Event()
+    reader, release = only_store(engine.tier.store)._reader, threading.Event()
+    assert reader is not None
     original = reader.open_segment
 
     def open_segment(*args: Any) -> Any:

@@ -91,8 +91,14 @@ def _agent(home: Path, config: Config | None) -> AgentFacts:
 
 
 def _text(document: Mapping[str, Any]) -> str:
-    parts = [_verdict(document), _processes(document), _stores(document), _spaces(document)]
-    parts += [_kept(document), _codecs(document), _choices(document), _changes(document)]
+    parts = [_verdict(document), _processes(document), _stores(document), _ladders(document)]
+    parts += [
+        _spaces(document),
+        _kept(document),
+        _codecs(document),
+        _choices(document),
+        _changes(document),
+    ]
     parts += [_recovering(document), _sums(document["totals"])]
     return "\n\n".join(part for part in parts if part)
 
@@ -164,6 +170,35 @@ def _stores(document: Mapping[str, Any]) -> str:
         )
     head = ("pid", "namespace", "target", "blocks", "hits", "loaded", "stored", "queued")
     return table(head, rows) if rows else ""
+
+
+def _ladders(document: Mapping[str, Any]) -> str:
+    """The targets of each store, where there are several."""
+    rows = []
+    for item in document["processes"]:
+        targets = item["targets"]
+        for target in targets if len(targets) > 1 else ():
+            queue = target.get("queue")
+            queued = queue.get("pending_bytes") if isinstance(queue, Mapping) else None
+            rows.append(
+                [
+                    item["pid"] or "?",
+                    _cut(target.get("name") or "-", 14),
+                    _cut(target.get("rung") or "-", 8),
+                    # A fallback that has not been needed is not opened.
+                    _cut("unused" if target.get("state") == "closed" else target["state"], 10)
+                    if target.get("state")
+                    else "-",
+                    "yes" if target.get("writing") else "no",
+                    _number(target.get("blocks")),
+                    _size(target.get("loaded_bytes")),
+                    _size(target.get("stored_bytes")),
+                    _size(queued),
+                    _number(target.get("copied_blocks")),
+                ]
+            )
+    head = ("pid", "target", "rung", "state", "writes", "blocks", "loaded", "stored")
+    return table((*head, "queued", "copied"), rows) if rows else ""
 
 
 def _spaces(document: Mapping[str, Any]) -> str:

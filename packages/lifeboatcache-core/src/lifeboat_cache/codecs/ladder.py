@@ -24,11 +24,24 @@ from lifeboat_cache.codecs.names import (
 from lifeboat_cache.codecs.rates import Rates
 from lifeboat_cache.config.schema import Compression
 
-__all__ = ["AUTO_CODECS", "EXACT_CODECS", "Choice", "Kind", "Ladder", "Mode", "Rung", "rung_of"]
+__all__ = [
+    "AUTO_CODECS",
+    "EXACT_CODECS",
+    "SPEED",
+    "Choice",
+    "Kind",
+    "Ladder",
+    "Mode",
+    "Rung",
+    "rung_of",
+]
 
-#: A kind of target, by how fast it is. Another one is one line here, one in
-#: :func:`rung_of` and one key of :class:`~lifeboat_cache.config.schema.Rungs`.
-Rung = Literal["local"]
+#: A kind of target, by how fast it is. Another one is one name here, one key of
+#: :class:`~lifeboat_cache.config.schema.Rungs`, and a place in :data:`SPEED`.
+Rung = Literal["local", "shared", "archive"]
+
+#: The places of rungs, the fastest first.
+SPEED: dict[Rung, int] = {"local": 0, "shared": 1, "archive": 2}
 
 #: ``exact``: as vLLM's native mode by default. ``ladder``: as the configuration says.
 Mode = Literal["exact", "ladder"]
@@ -37,7 +50,7 @@ Mode = Literal["exact", "ladder"]
 #: KV, recurrent state, or what nothing is known of.
 Kind = Literal["kv", "kv8", "state", "unknown"]
 
-_RUNGS: dict[str, Rung] = {"filesystem": "local", "nfs": "local", "ontap": "local"}
+_RUNGS: dict[str, Rung] = {"filesystem": "local", "nfs": "shared", "ontap": "shared"}
 
 #: Codecs among which the fastest is chosen where every bit must be kept.
 EXACT_CODECS = (RAW, LOSSLESS, DENSE)

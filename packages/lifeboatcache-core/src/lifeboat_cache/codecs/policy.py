@@ -111,7 +111,7 @@ class CodecPolicy:
 
     def rung_of(self, target: Target) -> Rung:
         """The rung of a target."""
-        return rung_of(target.type)
+        return target.rung or rung_of(target.type)
 
     def look(self) -> None:
         """Take in a changed configuration, measured speeds and verdicts of the guard."""
@@ -124,6 +124,10 @@ class CodecPolicy:
     def follow(self, config: Config) -> None:
         """Use another configuration from the next :meth:`look` on; not beside a live one."""
         self._fixed = config
+
+    def values(self) -> dict[str, int]:
+        """What has gone through which codec; see :meth:`CodecCounts.values`."""
+        return self.counts.values()
 
     def close(self) -> None:
         """End what goes on in the background. Idempotent."""
@@ -169,9 +173,9 @@ class CodecPolicy:
     def _ladder(self, rates: Rates) -> Ladder:
         config = self._config()
         mode: Mode = config.engine.native_codec if self._native else "ladder"
-        kind = "filesystem" if self._target is None else self._target.type
+        rung: Rung = "local" if self._target is None else self.rung_of(self._target)
         return Ladder(
-            config.compression, rung_of(kind), mode, rates, self.guard.ruled_out(), kernels.ready()
+            config.compression, rung, mode, rates, self.guard.ruled_out(), kernels.ready()
         )
 
     def _rates(self) -> Rates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -105,22 +105,28 @@ def key_of(field: FieldInfo) -> Key | None:
 
 
 def entries(
-    section: type[Section] = Config, above: tuple[str, ...] = ()
+    section: type[Section] = Config, above: tuple[str, ...] = (), *, live: bool = False
 ) -> Iterator[tuple[tuple[str, ...], type[Section], tuple[Entry, ...]]]:
-    """Yield every section with its path and keys, in the order of the schema."""
+    """Yield every section with its path and keys, in the order of the schema.
+
+    What is in a list is applied live if the list is (``live``).
+    """
     own: list[Entry] = []
-    inner: list[tuple[tuple[str, ...], type[Section]]] = []
+    inner: list[tuple[tuple[str, ...], type[Section], bool]] = []
     for name, field in section.model_fields.items():
         below, many = section_of(field)
-        if below is not None:
-            inner.append(((*above, f"{name}[]" if many else name), below))
         key = key_of(field)
+        if below is not None:
+            listed = many and key is not None and not key.restart
+            inner.append(((*above, f"{name}[]" if many else name), below, listed))
+        if key is not None and live:
+            key = replace(key, restart=False)
         if key is not None:
             own.append(Entry((*above, name), field, key))
     if own:
         yield above, section, tuple(own)
-    for path, below in inner:
-        yield from entries(below, path)
+    for path, below, listed in inner:
+        yield from entries(below, path, live=live or listed)
 
 
 def section_at(location: Location) -> type[Section] | None:

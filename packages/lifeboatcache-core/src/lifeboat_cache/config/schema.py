@@ -302,6 +302,18 @@ class Tier(Section):
         default=None,
         description="The group of the files that are made here. The process must be a member.",
     )
+    rung: (
+        Annotated[
+            Literal["local", "shared", "archive"],
+            Key(allowed="local, shared or archive", example="shared"),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="How fast the tier is, compared with others: which codec it uses "
+        "(`compression.ladder`), and which of several copies is read. Without it its type decides: "
+        "`local` for `filesystem`, `shared` for `nfs` and `ontap`.",
+    )
     capacity_gb: _Capacity | None = Field(
         default=None,
         description="The most that all engines together keep here. Without it only "
@@ -411,6 +423,7 @@ class FallbackLocal(Section):
         return Tier.model_construct(
             name=FALLBACK_NAME,
             type="filesystem",
+            rung=None,
             enabled=self.enabled,
             path=self.path,
             mount=None,
@@ -426,13 +439,26 @@ class FallbackLocal(Section):
 
 
 class Storage(Section):
-    """Where KV is kept: tiers are tried in order, the first usable one takes everything."""
+    """Where KV is kept: a ladder of tiers. Blocks are found wherever they are.
+
+    Tiers may be added, removed, changed and reordered while engines run.
+    """
 
     tiers: Annotated[
         tuple[Tier, ...],
         BeforeValidator(_items),
-        Key(allowed="a list of tiers", example="[]"),
+        Key(allowed="a list of tiers", example="[]", restart=False),
     ] = Field(default=(), description="The tiers, the preferred one first.")
+    write_mode: Annotated[
+        Literal["first", "local_first", "all"],
+        Key(allowed="first, local_first or all", example="first", restart=False),
+    ] = Field(
+        default="first",
+        description="Where new blocks go. `first`: to the first tier that is usable. "
+        "`local_first`: to the tier on the fastest rung, and from there, in the background, to the "
+        "next slower rung. `all`: to every usable tier, and they are done when all have answered. "
+        "With `local_first` and `all`, what is loaded from a slower rung is copied to the fastest.",
+    )
     fallback_local: FallbackLocal
     shared_lookup: _Switch = Field(
         default=True,
@@ -511,9 +537,9 @@ class Eviction(Section):
 class Rungs(Section):
     """The codec of each rung: of a kind of target, by how fast it is.
 
-    Targets of this version are directories, all of them on the rung `local`. For KV of 16 bits
-    or more; 8-bit KV goes by `compression.lossless_8bit`. Recurrent state, and what is not
-    known to be KV, is always kept exactly.
+    For KV of 16 bits or more; 8-bit KV goes by `compression.lossless_8bit`. Recurrent state, and
+    what is not known to be KV, is always kept exactly. A copy from one rung to another is coded
+    anew, but never in a larger codec than what it is made of.
     """
 
     local: _Codec = Field(
@@ -522,6 +548,14 @@ class Rungs(Section):
         "slower) are exact. `fp8` takes half the space, `lbq4`, `lbq3` and `lbq2` about 4, 3 and "
         "2 bits per value. `auto`: of `raw`, `lossless`, `dense`, `fp8` and `lbq4` the one that "
         "restores fastest here, measured; `lifeboat-cache status` says which and why.",
+    )
+    shared: _Codec = Field(
+        default="fp8",
+        description="For targets of type `nfs` and `ontap`, and tiers with `rung: shared`.",
+    )
+    archive: _Codec = Field(
+        default="fp8",
+        description="For tiers with `rung: archive`: the slowest ones.",
     )
 
 
@@ -536,7 +570,7 @@ class Compression(Section):
     ] = Field(
         default="remote",
         description="Where 8-bit KV is compressed, without loss: on every rung (`on`), on rungs "
-        "slower than `local` (`remote`; this version has none), or nowhere (`off`). Otherwise it "
+        "slower than `local` (`remote`), or nowhere (`off`). Otherwise it "
         "is stored as it is.",
     )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lifeboat_cache.config import Tier
+from lifeboat_cache.codecs.ladder import SPEED, rung_of
+from lifeboat_cache.config import FALLBACK_NAME, Storage, Tier
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.doctor.check import Check, DoctorContext
 from lifeboat_cache.errors import LifeboatError, TargetError
@@ -33,8 +34,38 @@ def check_targets(context: DoctorContext) -> Iterator[Check]:
     if context.loaded is None:
         yield Check("targets", "skip", "the configuration is not valid")
         return
-    for tier in context.loaded.config.storage.places:
-        yield from _patiently(tier)
+    storage = context.loaded.config.storage
+    usable: list[Tier] = []
+    for tier in storage.places:
+        checks = _patiently(tier)
+        yield from checks
+        if checks and checks[0].status != "fail":
+            usable.append(tier)
+    if len(storage.places) > 1:
+        yield _order(storage, usable)
+
+
+def _order(storage: Storage, usable: Sequence[Tier]) -> Check:
+    """Where new blocks go, as things are."""
+    name = "write order"
+    if not usable:
+        return Check(name, "fail", "no target is usable: nothing is stored", "See above.")
+    tiers = [tier for tier in usable if tier.name != FALLBACK_NAME]
+    mode = f"write_mode is {storage.write_mode}"
+    if not tiers and any(tier.enabled for tier in storage.tiers):
+        return Check(
+            name,
+            "warn",
+            f"no tier is usable: new blocks go to {FALLBACK_NAME} until one is",
+            "See above.",
+        )
+    if storage.write_mode == "all" and tiers:
+        names = ", ".join(tier.name for tier in tiers)
+        return Check(name, "ok", f"new blocks go to {names} ({mode})")
+    first = (tiers or usable)[0]
+    if storage.write_mode == "local_first":
+        first = min(tiers or usable, key=lambda tier: SPEED[tier.rung or rung_of(tier.type)])
+    return Check(name, "ok", f"new blocks go to {first.name} ({mode})")
 
 
 def _patiently(

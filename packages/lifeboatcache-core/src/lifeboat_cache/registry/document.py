@@ -9,8 +9,13 @@ A store's document::
     target      {name, location, capacity_bytes, reserve_bytes, direct_io}: where new blocks
                 go first, once known
     targets     [{name, location, capacity_bytes, reserve_bytes, direct_io, type, rung, state,
-                  reason, writing, blocks, queue}, …]: all of them, in order; if they are not
-                as usual with {mount, protocol, file_mode, group}
+                  reason, writing, blocks, queue, stored_blocks, stored_bytes, loaded_blocks,
+                  loaded_bytes, store_mean_s, load_mean_s, store_dropped, load_failed, …}, …]:
+                all of them, in order. Those of a ladder also say how often each was given up
+                (left), deletions it has missed (owed_deletions), what was copied to it
+                (copied_blocks, copied_bytes), and copies from it that wait (copies_queued) or
+                were not made (copies_dropped, by reason). If they are not as usual, also
+                mount, protocol, file_mode, group
     index       {blocks}
     queue       {jobs, pending_bytes, limit_bytes}
     recovery    {done, blocks, seconds, bad_entries}
@@ -18,7 +23,8 @@ A store's document::
     codecs      {mode, rung, choices: [{layout, codec, reason}], guard: [{layout, codec,
                  samples, error, attention, output, ruled_out}]}
     config      {problem, restart: [keys]}: what of the configuration files is not in effect
-    counters    see :class:`Counts`; labels ``namespace``, ``engine``, ``target``
+    counters    see :class:`Counts`; labels ``namespace``, ``engine``, ``target``; what begins
+                with ``tier_`` has the label ``tier``
 
 The agent's document::
 
@@ -49,6 +55,7 @@ from lifeboat_cache.store.protocol import State, TargetStatus
 __all__ = [
     "NAMESPACE_DIGITS",
     "NOT_DROPPED",
+    "PublishedCodecs",
     "PublishedStore",
     "TargetFacts",
     "agent_document",
@@ -56,6 +63,8 @@ __all__ = [
     "store_document",
     "store_labels",
     "store_values",
+    "tier_labels",
+    "tier_values",
 ]
 
 #: Digits of a namespace's digest that stand for it.
@@ -91,6 +100,22 @@ class PublishedStore(Protocol):
 
     def counters(self) -> CounterSnapshot:
         """Totals since it was opened."""
+
+
+class PublishedCodecs(Protocol):
+    """What of a store's codecs is published."""
+
+    def look(self) -> None:
+        """Take in what has changed on files. May wait for them."""
+
+    def values(self) -> Mapping[str, int]:
+        """What has gone through which codec, by name of the count."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Which codecs are chosen, and why."""
+
+    def config_facts(self) -> Mapping[str, Any]:
+        """What of the configuration files is not in effect."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +282,7 @@ def _limits(target: TargetStatus) -> dict[str, Any]:
 
 
 def _target(target: TargetStatus) -> dict[str, Any]:
+    counters = target.counters
     return {
         **_limits(target),
         "type": target.type,
@@ -266,8 +292,56 @@ def _target(target: TargetStatus) -> dict[str, Any]:
         "writing": target.writing,
         "blocks": target.blocks,
         "queue": dict(target.queue),
+        "stored_blocks": counters.blocks_stored,
+        "stored_bytes": counters.bytes_stored,
+        "loaded_blocks": counters.blocks_loaded,
+        "loaded_bytes": counters.bytes_loaded,
+        "store_mean_s": _mean(counters.store_seconds, counters.store_jobs),
+        "load_mean_s": _mean(counters.load_seconds, counters.load_jobs),
+        "store_dropped": dropped(counters.store_outcomes),
+        "load_failed": dropped(counters.load_outcomes),
         **target.facts,
     }
+
+
+def _mean(seconds: float, jobs: int) -> float | None:
+    return seconds / jobs if jobs else None
+
+
+def tier_values(target: TargetStatus) -> dict[str, float]:
+    """What has been counted of one target of a store, by name."""
+    counters, facts = target.counters, target.facts
+    values: dict[str, float] = {
+        "tier_stored_blocks": counters.blocks_stored,
+        "tier_stored_bytes": counters.bytes_stored,
+        "tier_store_seconds": counters.store_seconds,
+        "tier_store_jobs": counters.store_jobs,
+        "tier_loaded_blocks": counters.blocks_loaded,
+        "tier_loaded_bytes": counters.bytes_loaded,
+        "tier_load_seconds": counters.load_seconds,
+        "tier_load_jobs": counters.load_jobs,
+    }
+    for name, fact in (
+        ("tier_copied_blocks", "copied_blocks"),
+        ("tier_copied_bytes", "copied_bytes"),
+        ("tier_left", "left"),
+    ):
+        value = facts.get(fact)
+        if isinstance(value, (int, float)):
+            values[name] = value
+    for kind, reasons in (
+        ("tier_store_outcome", counters.store_outcomes),
+        ("tier_load_outcome", counters.load_outcomes),
+        ("tier_copies_dropped", facts.get("copies_dropped")),
+    ):
+        if isinstance(reasons, Mapping):
+            values.update({f"{kind}:{name}": count for name, count in reasons.items()})
+    return values
+
+
+def tier_labels(target: TargetStatus) -> dict[str, str]:
+    """Labels of what is counted of a target of a store."""
+    return {"tier": _label(target.name)}
 
 
 def _engine(namespace: Namespace | None, facts: Mapping[str, Any]) -> str:

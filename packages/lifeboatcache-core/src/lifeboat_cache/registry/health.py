@@ -109,6 +109,8 @@ def _of_stores(entries: Sequence[ProcessEntry]) -> list[str]:
         if entry.document.get("state") == "disabled":
             reason = str(entry.document.get("reason") or "the log says why")
             found.append(f"{_who(entry)} stands down: {reason}")
+        else:
+            found += _skipped(entry)
         found += _of_movers(entry)
         config = entry.document.get("config")
         problem = config.get("problem") if isinstance(config, Mapping) else ""
@@ -125,6 +127,16 @@ def _of_stores(entries: Sequence[ProcessEntry]) -> list[str]:
                 "its storage does, or the home directory is full"
             )
     return found
+
+
+def _skipped(entry: ProcessEntry) -> list[str]:
+    """Targets that a store has to do without."""
+    targets = entry.document.get("targets")
+    return [
+        f"{_who(entry)} does without target {item.get('name')}: {item.get('reason')}"
+        for item in (targets if isinstance(targets, list) else ())
+        if isinstance(item, Mapping) and item.get("state") == "disabled"
+    ]
 
 
 def _broken(entry: ProcessEntry) -> list[str]:

@@ -26,6 +26,9 @@ _PREFIX = "lifeboat_node_"
 _STORE = ("namespace", "engine", "target")
 _TARGET = ("target",)
 _TARGET_CODEC = ("target", "codec")
+_TIER = ("tier",)
+_TIER_OUTCOME = ("tier", "outcome")
+_TIER_REASON = ("tier", "reason")
 _OUTCOME = (*_STORE, "outcome")
 _CODEC = (*_STORE, "codec")
 
@@ -33,6 +36,7 @@ _CODEC = (*_STORE, "codec")
 _SPLITS = {
     "outcome": frozenset(outcome.name.lower() for outcome in Outcome),
     "codec": frozenset(CODEC_NAMES),
+    "reason": frozenset({"queue", "closed", "gone"}) | {one.name.lower() for one in Outcome},
 }
 
 #: One sample: the values of its labels, and its own.
@@ -63,7 +67,7 @@ class MetricInfo:
 
 def _counter(counted: str, labels: tuple[str, ...], meaning: str) -> MetricInfo:
     name = counted.removesuffix(":")
-    if labels[-1] == "outcome":
+    if labels and labels[-1] == "outcome":
         name += "s"
     return MetricInfo(f"{_PREFIX}{name}_total", "counter", labels, meaning, counted)
 
@@ -93,6 +97,20 @@ _COUNTERS = (
     _counter("recovered_blocks", _STORE, "Blocks that stores found when they were opened."),
     _counter("recovery_seconds", _STORE, "Seconds that stores took to find them."),
     _counter("bad_journal_entries", _STORE, "Journal entries that were skipped as damaged."),
+    _counter("tier_stored_blocks", _TIER, "Blocks that stores wrote to the tier."),
+    _counter("tier_stored_bytes", _TIER, "Bytes of KV in them."),
+    _counter("tier_store_seconds", _TIER, "Seconds of the tier's store jobs."),
+    _counter("tier_store_jobs", _TIER, "Store jobs of the tier."),
+    _counter("tier_loaded_blocks", _TIER, "Blocks that stores read from the tier."),
+    _counter("tier_loaded_bytes", _TIER, "Bytes of KV in them."),
+    _counter("tier_load_seconds", _TIER, "Seconds of the tier's load jobs."),
+    _counter("tier_load_jobs", _TIER, "Load jobs of the tier."),
+    _counter("tier_store_outcome:", _TIER_OUTCOME, "Blocks offered to the tier, by outcome."),
+    _counter("tier_load_outcome:", _TIER_OUTCOME, "Blocks asked of the tier, by outcome."),
+    _counter("tier_copied_blocks", _TIER, "Blocks copied to the tier from others."),
+    _counter("tier_copied_bytes", _TIER, "Bytes of KV in them."),
+    _counter("tier_copies_dropped:", _TIER_REASON, "Copies from the tier that were not made."),
+    _counter("tier_left", _TIER, "Times that stores have given the tier up."),
     _counter("evicted_blocks", _TARGET, "Blocks evicted to make room."),
     _counter("expired_blocks", _TARGET, "Blocks deleted because of eviction.max_age."),
     _counter("evicted_bytes", _TARGET, "Bytes of blocks evicted to make room."),
@@ -113,6 +131,12 @@ _GAUGES = (
     _gauge("index_blocks", _STORE, "Blocks known to be there, in the store that knows most."),
     _gauge("queue_jobs", _STORE, "Jobs under way."),
     _gauge("queue_bytes", _STORE, "Bytes that wait to be written."),
+    _gauge("tier_usable", _TIER, "1 if every open store can use the tier, 0 otherwise."),
+    _gauge("tier_writing", _TIER, "Open stores whose new blocks go to the tier."),
+    _gauge("tier_blocks", _TIER, "Blocks known to be on it, in the store that knows most."),
+    _gauge("tier_queue_jobs", _TIER, "Jobs of the tier under way."),
+    _gauge("tier_queue_bytes", _TIER, "Bytes that wait to be written to it."),
+    _gauge("tier_copies_queued", _TIER, "Blocks that wait to be copied from it."),
     _gauge("codec_error", _CODEC, "Mean relative error of the KV that codecs restore, sampled."),
     _gauge("codec_attention_error", _CODEC, "Mean part of attention that goes elsewhere, sampled."),
     _gauge("codec_output_error", _CODEC, "Mean relative error of what attention gives, sampled."),
@@ -220,6 +244,8 @@ def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, 
         queue = _dict(document.get("queue"))
         put("queue_jobs", labels, queue.get("jobs"))
         put("queue_bytes", labels, queue.get("pending_bytes"))
+        for tier in _list(document.get("targets")):
+            _put_tier(put, tier)
         for codec, one in _guarded(document).items():
             more = (*labels, codec)
             put("codec_error", more, one.error, max)
@@ -256,6 +282,18 @@ def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, 
                     put(f"target_codec_{name}", (*labels, codec), _dict(sums).get(name))
         put("target_usable", labels, int(not target.get("problem")))
     return dict(tally)
+
+
+def _put_tier(put: Callable[..., None], tier: Mapping[str, Any]) -> None:
+    """The gauges of a target of a store; one that is not opened has none."""
+    labels, state = (str(tier.get("name")),), tier.get("state")
+    if state != "closed":
+        put("tier_usable", labels, int(state in ("recovering", "ready")), min)
+    put("tier_writing", labels, int(bool(tier.get("writing"))))
+    put("tier_blocks", labels, tier.get("blocks"), max)
+    put("tier_queue_jobs", labels, _dict(tier.get("queue")).get("jobs"))
+    put("tier_queue_bytes", labels, _dict(tier.get("queue")).get("pending_bytes"))
+    put("tier_copies_queued", labels, tier.get("copies_queued"))
 
 
 @dataclass

@@ -136,12 +136,17 @@ def _store(entry: ProcessEntry, now: float) -> dict[str, Any]:
     return {
         **_process(entry, now),
         **{name: _mapping(entry.document.get(name)) for name in parts},
+        "targets": _items(entry.document.get("targets")),
         "counts": _sums(entry.counts),
     }
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _items(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def _sums(counts: Counts) -> dict[str, Any]:

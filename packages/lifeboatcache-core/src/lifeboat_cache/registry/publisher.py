@@ -8,22 +8,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.document import (
+    PublishedCodecs,
     PublishedStore,
     dropped,
     store_document,
     store_labels,
     store_values,
+    tier_labels,
+    tier_values,
 )
 from lifeboat_cache.registry.extra import facts_of
 from lifeboat_cache.registry.registration import Registration, Role
 from lifeboat_cache.registry.totals import fold
-
-if TYPE_CHECKING:
-    from lifeboat_cache.codecs.policy import CodecPolicy
+from lifeboat_cache.store.protocol import TargetStatus
 
 __all__ = ["RECENT_S", "StorePublisher"]
 
@@ -64,7 +65,7 @@ class StorePublisher:
         extra: Callable[[], Mapping[str, Any]] | None = None,
         *,
         queue: Callable[[], Mapping[str, Any]] | None = None,
-        codecs: CodecPolicy | None = None,
+        codecs: PublishedCodecs | None = None,
         role: Role = "engine",
     ) -> None:
         self._store = store
@@ -75,6 +76,7 @@ class StorePublisher:
         self._samples: deque[tuple[float, dict[str, dict[str, int]]]] = deque()
         self._counts = Counts()
         self._counted: dict[str, float] = {}
+        self._of_tiers: dict[str, dict[str, float]] = {}
         self._said = False
         self._role: Role = role
         self._registration: Registration | None = None
@@ -170,7 +172,7 @@ class StorePublisher:
         # that moved to other labels would look like one that fell.
         values = store_values(self._store.counters(), facts)
         if self._codecs is not None:
-            values.update(self._codecs.counts.values())
+            values.update(self._codecs.values())
         more = {name: value - self._counted.get(name, 0) for name, value in values.items()}
         labels = store_labels(self._store, facts)
         if {"unknown", "none"} & set(labels.values()):
@@ -179,6 +181,17 @@ class StorePublisher:
             self._counts.add(labels, more)
         for name, value in values.items():
             self._counted[name] = max(value, self._counted.get(name, 0))
+        for target in self._store.targets():
+            self._count_tier(target)
+
+    def _count_tier(self, target: TargetStatus) -> None:
+        counted = self._of_tiers.setdefault(target.name, {})
+        values = {name: value for name, value in tier_values(target).items() if value}
+        more = {name: value - counted.get(name, 0) for name, value in values.items()}
+        more = {name: value for name, value in more.items() if value > 0}
+        if more:
+            self._counts.add(tier_labels(target), more)
+            counted.update({name: values[name] for name in more})
 
     def _recent(self) -> dict[str, Any]:
         """What was lost in the last :data:`RECENT_S` seconds."""

@@ -119,6 +119,8 @@ class BlockStore:
         everything is stored as it is.
     index
         An empty index to use, of which others want to know too.
+    quiet
+        Whether somebody else says it if no target is usable.
     """
 
     def __init__(
@@ -133,7 +135,9 @@ class BlockStore:
         companion: Companion | None = None,
         codecs: CodecPolicy | None = None,
         index: Index | None = None,
+        quiet: bool = False,
     ) -> None:
+        self._quiet = quiet
         self._find_namespace = namespace
         self._shared_lookup = shared_lookup
         self._companion = companion or Alone()
@@ -186,6 +190,11 @@ class BlockStore:
     def state(self) -> State:
         """Where the store is in its life."""
         return self._state
+
+    @property
+    def usable(self) -> bool:
+        """Whether jobs given to it now have a chance."""
+        return self._state in (State.RECOVERING, State.READY)
 
     @property
     def reason(self) -> str:
@@ -1067,7 +1076,8 @@ class BlockStore:
             except (OSError, ValueError, LifeboatError) as exc:
                 with self._lock:
                     self._skipped[target.name] = str(exc)
-                _log.warning("LifeboatCache: target %s is skipped: %s", target.name, exc)
+                if not self._quiet:
+                    _log.warning("LifeboatCache: target %s is skipped: %s", target.name, exc)
                 continue
             with self._lock:
                 self._reason = self._why_skipped()
@@ -1100,7 +1110,8 @@ class BlockStore:
             size = int(job.batch.buffers.sizes().sum())
             job.outcomes[:] = Outcome.DISABLED
             self._finish(job, size)
-        _log.warning("LifeboatCache stands down: %s", reason)
+        if not self._quiet:
+            _log.warning("LifeboatCache stands down: %s", reason)
 
     def _follow(self, *, recovering: bool) -> None:
         """Take in what other writers have journaled since the last time."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ class CounterSnapshot:
         Keys asked for and found.
     recovered_blocks, recovery_seconds, bad_entries
         What recovery read, how long it took, journal entries it had to skip.
+    store_jobs, load_jobs
+        Jobs that are done.
     """
 
     blocks_stored: int = 0
@@ -49,6 +52,20 @@ class CounterSnapshot:
     recovered_blocks: int = 0
     recovery_seconds: float = 0.0
     bad_entries: int = 0
+    store_jobs: int = 0
+    load_jobs: int = 0
+
+    def __add__(self, other: CounterSnapshot) -> CounterSnapshot:
+        """The totals of both."""
+        sums: dict[str, Any] = {}
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if isinstance(mine, dict):
+                names = dict.fromkeys([*mine, *theirs])
+                sums[one.name] = {name: mine.get(name, 0) + theirs.get(name, 0) for name in names}
+            else:
+                sums[one.name] = mine + theirs
+        return CounterSnapshot(**sums)
 
 
 class Counters:
@@ -86,6 +103,7 @@ class Counters:
             self._seconds[kind] += seconds
             self._numbers[f"blocks_{verb}"] += done
             self._numbers[f"bytes_{verb}"] += moved
+            self._numbers[f"{kind}_jobs"] += 1
 
     def snapshot(self) -> CounterSnapshot:
         """The totals now."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from lifeboat_cache.codecs.policy import CodecPolicy
+    from lifeboat_cache.registry.document import PublishedCodecs
     from lifeboat_cache.registry.publisher import StorePublisher
     from lifeboat_cache.store.protocol import Store
 
@@ -58,7 +58,9 @@ class Household:
         The store's codecs, which follow the configuration and are published too.
     """
 
-    def __init__(self, home: Path, *, autostart: bool, codecs: CodecPolicy | None = None) -> None:
+    def __init__(
+        self, home: Path, *, autostart: bool, codecs: PublishedCodecs | None = None
+    ) -> None:
         self._home = home
         self._codecs = codecs
         self._autostart = autostart

@@ -1,13 +1,16 @@
-"""Opening a block store as the configuration says."""
+"""Opening a store as the configuration says."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from pathlib import Path
 
+from lifeboat_cache.codecs.ladder import rung_of
+from lifeboat_cache.codecs.policies import CodecPolicies
 from lifeboat_cache.codecs.policy import CodecPolicy
-from lifeboat_cache.config import Config
+from lifeboat_cache.config import FALLBACK_NAME, Config, Tier
 from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.config.paths import home_directory
 from lifeboat_cache.errors import ConfigError
@@ -21,7 +24,9 @@ from lifeboat_cache.mover.remote_store import RemoteStore
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.store.block_store import DEFAULT_PENDING_BYTES, BlockStore
 from lifeboat_cache.store.household import Household
+from lifeboat_cache.store.member import MemberSpec
 from lifeboat_cache.store.protocol import Store
+from lifeboat_cache.store.tiered_store import TieredStore, Tiering
 from lifeboat_cache.targets.base import Target
 from lifeboat_cache.targets.opening import target_of
 
@@ -50,47 +55,126 @@ def open_block_store(
     namespace
         See :class:`BlockStore`.
     pending_bytes
-        Bound of bytes that wait to be written.
+        Bound of bytes that wait to be written, for each target.
     native
         Whether it is that of an engine's native mode: then ``engine.native_codec`` says whether
         blocks are kept exactly.
     """
     home = home_directory(os.environ)
-    policy = CodecPolicy(config, native=native, home=home)
-    live = config
-    config = config.config if isinstance(config, LiveConfig) else config
+    started = config.config if isinstance(config, LiveConfig) else config
     key: IntegrityKey | None = None
     try:
-        key = configured_integrity_key(config)
+        key = configured_integrity_key(started)
     except ConfigError as exc:  # without its key the store stands down, the engine goes on
         namespace = partial(_refuse, exc)
-    if key is not None:
-        namespace = partial(_keyed, namespace, key)
-    companion = Household(home, autostart=config.agent.autostart, codecs=policy)
-    tiers = config.storage.places
-    if tiers and needs_mover(tiers[0]):
-        policy.opened(target_of(tiers[0]))
-        return RemoteStore(
-            namespace,
-            tiers[0],
-            home=home,
-            config=live,
-            native=native,
-            pending_bytes=pending_bytes,
-            secret=None if key is None else key.secret,
-            companion=companion,
-        )
-    return BlockStore(
-        namespace,
-        # What can hang is never touched by this process.
-        [target_of(tier) for tier in tiers if not needs_mover(tier)],
-        io_workers=config.engine.io_workers,
-        pending_bytes=pending_bytes,
-        shared_lookup=config.storage.shared_lookup,
-        integrity_key=None if key is None else key.secret,
-        companion=companion,
-        codecs=policy,
+    codecs = CodecPolicies(
+        partial(CodecPolicy, config, native=native, home=home),
+        config if isinstance(config, LiveConfig) else None,
     )
+    members = _Members(
+        config, home, codecs, None if key is None else key.secret, native, pending_bytes
+    )
+    store = TieredStore(
+        namespace if key is None else partial(_keyed, namespace, key),
+        Tiering(members.specs, lambda: members.config.storage.write_mode),
+        companion=Household(home, autostart=started.agent.autostart, codecs=codecs),
+        pending_bytes=pending_bytes,
+    )
+    codecs.written = store.written
+    return store
+
+
+class _Members:
+    """Makes the targets of a store from the configuration, as it is now."""
+
+    def __init__(
+        self,
+        given: Config | LiveConfig,
+        home: Path,
+        codecs: CodecPolicies,
+        secret: bytes | None,
+        native: bool,
+        pending_bytes: int,
+    ) -> None:
+        self._given = given
+        self._home = home
+        self._codecs = codecs
+        self._secret = secret
+        self._native = native
+        self._pending_bytes = pending_bytes
+        self._places: tuple[Tier, ...] | None = None
+        self._specs: tuple[MemberSpec, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        """What is in effect now."""
+        given = self._given
+        return given.config if isinstance(given, LiveConfig) else given
+
+    def specs(self) -> Sequence[MemberSpec]:
+        """See :class:`Tiering`."""
+        places = self.config.storage.places
+        if places != self._places:
+            self._places = places
+            self._specs = tuple(self._spec(tier) for tier in places)
+        return self._specs
+
+    def _spec(self, tier: Tier) -> MemberSpec:
+        # A store behind a mover sees itself to being usable again.
+        remote = needs_mover(tier)
+        return MemberSpec(
+            name=tier.name,
+            type=tier.type,
+            rung=tier.rung or rung_of(tier.type),
+            location=str(tier.path),
+            open=partial(self._open, tier),
+            probe=None if remote else partial(_probe, tier),
+            look=None if remote else partial(_identity, tier),
+            identity=repr(tier),
+            fallback=tier.name == FALLBACK_NAME,
+            wanted=partial(_holds, tier),
+        )
+
+    def _open(self, tier: Tier, namespace: Namespace) -> Store:
+        policy = self._codecs.of(tier.name)
+        if needs_mover(tier):  # what can hang is never touched by this process
+            policy.opened(target_of(tier))
+            return RemoteStore(
+                namespace,
+                tier,
+                home=self._home,
+                config=self._given,
+                native=self._native,
+                pending_bytes=self._pending_bytes,
+                secret=self._secret,
+            )
+        return BlockStore(
+            namespace,
+            [target_of(tier)],
+            io_workers=self.config.engine.io_workers,
+            pending_bytes=self._pending_bytes,
+            shared_lookup=self.config.storage.shared_lookup,
+            integrity_key=self._secret,
+            codecs=policy,
+            quiet=True,
+        )
+
+
+def _probe(tier: Tier) -> Hashable:
+    """Whether a target can be used, and which directory it is."""
+    if not needs_mover(tier):
+        target_of(tier).probe()
+    return _identity(tier)
+
+
+def _identity(tier: Tier) -> Hashable:
+    """Which directory a target is; nothing is touched that can hang (a mount has come)."""
+    return "behind a mover" if needs_mover(tier) else target_of(tier).identity()
+
+
+def _holds(tier: Tier, namespace: Namespace) -> bool:
+    """Whether there may be blocks of a namespace on a target."""
+    return needs_mover(tier) or os.path.isdir(tier.path / namespace.directory)
 
 
 def _refuse(reason: ConfigError) -> Namespace:

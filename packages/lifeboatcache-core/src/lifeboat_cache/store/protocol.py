@@ -92,6 +92,10 @@ class Store(Protocol):
         """Where the store is in its life."""
 
     @property
+    def usable(self) -> bool:
+        """Whether jobs given to it now have a chance."""
+
+    @property
     def reason(self) -> str:
         """Why the store stands down, or which targets it has to do without and why."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -370,8 +370,11 @@ class Target(ABC):
     #: Name from the configuration.
     name: str
 
-    #: Kind of storage, as in ``storage.tiers[].type``; decides its rung.
+    #: Kind of storage, as in ``storage.tiers[].type``; decides its rung, unless ``rung`` does.
     type: str = "filesystem"
+
+    #: The rung that the configuration puts it on; ``None``: that of its type.
+    rung: Literal["local", "shared", "archive"] | None = None
 
     @property
     @abstractmethod
@@ -392,6 +395,16 @@ class Target(ABC):
         TargetError
             If the target cannot be used; the message says why and what to do.
         """
+
+    def identity(self) -> Hashable:
+        """Which place it is: another value after something else has come there.
+
+        Raises
+        ------
+        TargetError
+            If it is not there any more.
+        """
+        return self.location
 
     @abstractmethod
     def usage(self) -> Usage:

@@ -112,6 +112,8 @@ class TierSettings(Protocol):
     def file_mode_bits(self) -> int: ...
     @property
     def group(self) -> str | None: ...
+    @property
+    def rung(self) -> Literal["local", "shared", "archive"] | None: ...
 
 
 class FilesystemTarget(Target):
@@ -176,7 +178,7 @@ class FilesystemTarget(Target):
     @classmethod
     def from_tier(cls, tier: TierSettings) -> FilesystemTarget:
         """From a tier of the configuration."""
-        return cls(
+        target = cls(
             tier.path,
             name=tier.name,
             capacity=tier.capacity_bytes,
@@ -188,6 +190,8 @@ class FilesystemTarget(Target):
             file_mode=tier.file_mode_bits,
             group=tier.group,
         )
+        target.rung = tier.rung
+        return target
 
     @property
     def shared(self) -> bool:
@@ -343,6 +347,23 @@ class FilesystemTarget(Target):
             f"{self._root} is not writable ({exc.strerror}): choose another path, free space, "
             "or correct its owner and mode",
         )
+
+    def identity(self) -> tuple[int, int]:
+        """Which directory it is: another value after another one was mounted there.
+
+        Raises
+        ------
+        TargetError
+            If it is not there.
+        """
+        try:
+            status = os.stat(self._root)
+        except OSError as exc:
+            raise TargetError(
+                exc.errno,
+                f"{self._root} has gone ({exc.strerror}): check its mount, or make it again",
+            ) from exc
+        return status.st_dev, status.st_ino
 
     # Space ------------------------------------------------------------------
 

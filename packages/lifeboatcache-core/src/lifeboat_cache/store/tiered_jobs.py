@@ -1,0 +1,217 @@
+"""Jobs of a ladder: which target gets which blocks, and what happens if it fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lifeboat_cache.batch import BlockBatch
+from lifeboat_cache.errors import StoreClosedError
+from lifeboat_cache.format.journal import KIND_RECORD
+from lifeboat_cache.job import Job
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.store.copier import Copier
+from lifeboat_cache.store.job_desk import JobDesk
+from lifeboat_cache.store.member import Member
+from lifeboat_cache.store.write_modes import WriteMode, store_order
+
+__all__ = ["Ladder"]
+
+_Rows = npt.NDArray[np.int64]
+
+#: What ends a store: it is there, or another target would not do better.
+_FINAL = np.array([Outcome.OK, Outcome.PRESENT, Outcome.BUSY, Outcome.MISMATCH], dtype=np.uint8)
+
+
+class Ladder:
+    """Hands jobs to members.
+
+    Parameters
+    ----------
+    desk
+        Where jobs are finished.
+    copier
+        Is told what has been stored and loaded.
+
+    Attributes
+    ----------
+    cancelling
+        Whether what one target has not done goes to no other.
+    """
+
+    def __init__(self, desk: JobDesk, copier: Copier) -> None:
+        self._desk = desk
+        self._copier = copier
+        self._merging = threading.Lock()
+        self.cancelling = False
+
+    # Storing ----------------------------------------------------------------
+
+    def store(self, job: Job, members: Sequence[Member], mode: WriteMode) -> bool:
+        """Start a store; false, with nothing done, if no target is usable."""
+        order = store_order(members, mode)
+        if not order:
+            return False
+        if mode == "all" and len(order) > 1:
+            self._store_everywhere(job, order)
+        else:
+            follow = mode == "local_first"
+            self._store_on(job, job.batch, None, order[0], members, mode, (), follow)
+        return True
+
+    def _store_on(
+        self,
+        job: Job,
+        batch: BlockBatch,
+        rows: _Rows | None,
+        member: Member,
+        members: Sequence[Member],
+        mode: WriteMode,
+        tried: tuple[Member, ...],
+        follow: bool,
+    ) -> None:
+        """Store some blocks on a target, and what it does not take on the next."""
+
+        def done(part: Job) -> None:
+            outcomes = part.outcomes
+            _put(job, rows, outcomes)
+            rest = np.flatnonzero(~np.isin(outcomes, _FINAL))
+            if rest.shape[0] and not self.cancelling:
+                left = (*tried, member)
+                order = [one for one in store_order(members, mode) if one not in left]
+                if not order:  # a fallback, say
+                    order = [one for one in members if one.usable and one not in left]
+                if order:
+                    job.add_parts(1)
+                    at = rest if rows is None else rows[rest]
+                    self._store_on(job, batch.take(rest), at, order[0], members, mode, left, follow)
+            if follow:
+                good = outcomes == Outcome.OK
+                if good.any():
+                    self._copier.stored(member, _keys(batch, good))
+            self._desk.finish_part(job, part.bytes_moved)
+
+        self._start(member, "store", batch, done)
+
+    def _store_everywhere(self, job: Job, order: Sequence[Member]) -> None:
+        """Store all blocks on all targets; what any of them has kept is good."""
+        job.add_parts(len(order) - 1)
+        moved = [0]
+
+        def done(part: Job) -> None:
+            outcomes = part.outcomes
+            with self._merging:
+                mine = job.outcomes
+                # In order of preference: stored, there already, whatever else.
+                better = (outcomes == Outcome.OK) | (mine == Outcome.PENDING)
+                better |= (outcomes == Outcome.PRESENT) & (mine != Outcome.OK)
+                mine[better] = outcomes[better]
+                more = max(0, part.bytes_moved - moved[0])
+                moved[0] += more
+            self._desk.finish_part(job, more)
+
+        batch = job.batch
+        for member in order:
+            self._start(member, "store", batch, done)
+
+    # Loading ----------------------------------------------------------------
+
+    def load(self, job: Job, members: Sequence[Member], *, promote: bool) -> None:
+        """Start a load from members, the fastest first."""
+        if not job.batch.buffers.writable:
+            job.outcomes[:] = Outcome.MISMATCH
+        else:
+            answering = tuple(one for one in members if one.answering() is not None)
+            job.outcomes[:] = Outcome.MISSING
+            if len(answering) == 1:
+                job.add_parts(1)
+                self._load_from(job, job.batch, None, answering, promote)
+            elif answering:
+                self._distribute(job, job.batch, None, answering, promote)
+        self._desk.finish_part(job)
+
+    def _distribute(
+        self,
+        job: Job,
+        batch: BlockBatch,
+        rows: _Rows | None,
+        members: tuple[Member, ...],
+        promote: bool,
+    ) -> None:
+        """Load each block from the first target that has it."""
+        rest = np.arange(len(batch))
+        for number, member in enumerate(members):
+            store = member.answering()
+            if store is None or not rest.shape[0]:
+                continue
+            whole = rest.shape[0] == len(batch)
+            keys = batch.keys if whole else [batch.keys[row] for row in rest.tolist()]
+            here = store.records(keys)["kind"] == KIND_RECORD
+            mine = rest[here]
+            rest = rest[~here]
+            if not mine.shape[0]:
+                continue
+            job.add_parts(1)
+            if mine.shape[0] == len(batch):
+                self._load_from(job, batch, rows, members[number:], promote)
+            else:
+                at = mine if rows is None else rows[mine]
+                self._load_from(job, batch.take(mine), at, members[number:], promote)
+
+    def _load_from(
+        self,
+        job: Job,
+        batch: BlockBatch,
+        rows: _Rows | None,
+        members: tuple[Member, ...],
+        promote: bool,
+    ) -> None:
+        """Load blocks from the first of some targets, and what it fails to give from others."""
+        member = members[0]
+
+        def done(part: Job) -> None:
+            outcomes = part.outcomes
+            _put(job, rows, outcomes)
+            good = outcomes == Outcome.OK
+            if len(members) > 1 and not self.cancelling and not good.all():
+                rest = np.flatnonzero(~good)
+                at = rest if rows is None else rows[rest]
+                self._distribute(job, batch.take(rest), at, members[1:], promote)
+            if promote and good.any():
+                self._copier.loaded(member, _keys(batch, good))
+            self._desk.finish_part(job, part.bytes_moved)
+
+        self._start(member, "load", batch, done)
+
+    def _start(
+        self, member: Member, kind: str, batch: BlockBatch, done: Callable[[Job], None]
+    ) -> None:
+        """Give a part to a member's store; one that is not there any more refuses it."""
+        store = member.store
+        if store is not None:
+            try:
+                run = store.store if kind == "store" else store.load
+                run(batch, on_done=done)
+                return
+            except StoreClosedError:
+                pass
+        refused = Job("store" if kind == "store" else "load", batch, done)
+        refused.outcomes[:] = Outcome.DISABLED if kind == "store" else Outcome.MISSING
+        refused.finish_part()
+        refused.publish()
+
+
+def _put(job: Job, rows: _Rows | None, outcomes: npt.NDArray[np.uint8]) -> None:
+    if rows is None:
+        job.outcomes[:] = outcomes
+    else:
+        job.outcomes[rows] = outcomes
+
+
+def _keys(batch: BlockBatch, which: npt.NDArray[np.bool_]) -> Sequence[bytes]:
+    if which.all():
+        return batch.keys
+    return [batch.keys[row] for row in np.flatnonzero(which).tolist()]
