@@ -132,3 +132,12 @@ def test_no_torch_is_imported() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_and_the_doctor_do_without_mlx() -> None:
+    code = (
+        "import sys; import lifeboat_cache.mlx.command, lifeboat_cache.mlx.doctor, "
+        "lifeboat_cache.mlx.selftest; sys.exit(any(n.split('.')[0] in ('mlx', 'mlx_lm') "
+        "for n in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

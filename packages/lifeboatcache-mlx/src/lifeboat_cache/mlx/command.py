@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lifeboat_cache.errors import InterfaceError
+
 if TYPE_CHECKING:
     from lifeboat_cache.cli.plugins import Subparsers
 
@@ -28,7 +30,12 @@ def add(subparsers: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from lifeboat_cache.mlx.server import main
-
+    try:
+        from lifeboat_cache.mlx.server import main
+    except ImportError as exc:
+        raise InterfaceError(
+            f"mlx-lm cannot be imported ({exc}): install it, on Linux with "
+            "`pip install mlx-lm mlx-cpu`"
+        ) from exc
     config = getattr(args, "config", None)
     return main(args.arguments, Path(config) if config else None)
