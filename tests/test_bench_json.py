@@ -50,7 +50,12 @@ def rows(
 
 
 def test_all_benchmarks_are_here() -> None:
-    others = ("test_bench_tier.py", "test_mlx_bench.py", "test_sglang_bench.py")
+    others = (
+        "test_bench_tier.py",
+        "test_lmcache_bench.py",
+        "test_mlx_bench.py",
+        "test_sglang_bench.py",
+    )
     text = "".join(Path(__file__).with_name(name).read_text() for name in others)
     text += Path(__file__).read_text()
     for name in BENCHES:

@@ -23,6 +23,7 @@ from lifeboat_cache.agent.caretaker import Caretaker, pause_after
 from lifeboat_cache.agent.exits import Exit
 from lifeboat_cache.agent.wanted import WantedTarget, merged, of_document
 from lifeboat_cache.codecs import speed
+from lifeboat_cache.codecs.names import CODEC_NAMES
 from lifeboat_cache.codecs.rates import CodecRate
 from lifeboat_cache.janitor import JanitorReport
 from lifeboat_cache.namespace import Namespace
@@ -234,10 +235,10 @@ def test_codecs_are_measured_after_the_compiler(
         measured.append(1)
         return rates
 
-    rates = {
+    rates: dict[tuple[str, int], CodecRate] = {
         (dtype, codec): CodecRate(1e9, 1.0)
         for dtype in speed.MEASURED_DTYPES
-        for codec in range(len(speed.CODEC_NAMES))
+        for codec in range(len(CODEC_NAMES))
     }
     monkeypatch.setattr(speed, "measure_codecs", measure)
     monkeypatch.setattr(kernel_build, "step_back", lambda: None)
