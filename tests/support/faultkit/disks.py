@@ -259,6 +259,7 @@ def faulty_disk(place: Path) -> Iterator[FaultyDisk]:
         pass_fds=[its.fileno()],
     )  # fmt: skip
     its.close()
+    ours.settimeout(_PATIENCE_S)
     try:
         disk = FaultyDisk(mount, backing, ours, server)
         problem = disk.hear().get("error")

@@ -431,7 +431,8 @@ def main() -> None:
     backing, mount, control_fd = sys.argv[1], sys.argv[2], int(sys.argv[3])
     control = socket.socket(fileno=control_fd)
     try:
-        fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        # What the kernel has announced it may take back, when the caller is killed meanwhile.
+        fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         libc = ctypes.CDLL(None, use_errno=True)
         options = f"fd={fuse},rootmode=40000,user_id=0,group_id=0,allow_other"
         if libc.mount(b"faulty", os.fsencode(mount), b"fuse", 0, options.encode()):
