@@ -66,7 +66,7 @@ def test_engines_go_on_while_the_agent_is_killed_again_and_again(
     home: Path, opened: Opened
 ) -> None:
     driver = opened()
-    assert driver.block_store.wait_recovered(60)
+    assert driver.driven.wait_recovered(60)
     first = gone = 0
     for _ in range(1):
         gone = running(home)
@@ -78,13 +78,13 @@ def test_engines_go_on_while_the_agent_is_killed_again_and_again(
         # Somebody starts another one.
         another(home, gone)
     fresh = opened()
-    assert fresh.block_store.wait_recovered(60)
+    assert fresh.driven.wait_recovered(60)
     assert fresh.load(range(first)) == [OK] * first
 
 
 def test_engines_go_on_while_the_agent_hangs(home: Path, opened: Opened) -> None:
     driver = opened()
-    assert driver.block_store.wait_recovered(60)
+    assert driver.driven.wait_recovered(60)
     pid = running(home)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -94,11 +94,11 @@ def test_engines_go_on_while_the_agent_hangs(home: Path, opened: Opened) -> None
             assert driver.load(range(round_ * 8 + 8)) == [OK] * (round_ * 8 + 8)
         # A new engine starts beside it, and one ends.
         late = opened()
-        assert late.block_store.wait_recovered(60)
+        assert late.driven.wait_recovered(60)
         assert late.load(range(80)) == [OK] * 80
         assert late.store([500]) == [OK]
-        assert late.block_store.close()
-        assert driver.block_store.close()
+        assert late.driven.close()
+        assert driver.driven.close()
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -108,10 +108,10 @@ def test_no_agent_can_be_started(home: Path, opened: Opened, tmp_path: Path) -> 
     (home / "agent.lock").mkdir()  # what it needs is something else
     (home / "agent.log").mkdir()
     driver = opened()
-    assert driver.block_store.wait_recovered(60)
+    assert driver.driven.wait_recovered(60)
     assert driver.store(range(8)) == [OK] * 8
     assert driver.load(range(8)) == [OK] * 8
-    assert driver.block_store.close()
+    assert driver.driven.close()
     assert agent_status(home).state is not AgentState.RUNNING
 
 

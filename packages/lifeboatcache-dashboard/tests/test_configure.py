@@ -121,7 +121,7 @@ def test_only_the_lines_of_what_changes_are_touched(dashboard: Dashboard, file: 
         "+    local: lbq4",
     ]
     assert [(one["key"], one["restart"]) for one in found["changes"]] == [
-        ("storage.tiers[0].capacity_gb", True),
+        ("storage.tiers[0].capacity_gb", False),
         ("compression.ladder.local", False),
     ]
     assert program.save(**values).status_code == 200

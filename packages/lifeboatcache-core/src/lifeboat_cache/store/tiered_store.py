@@ -160,10 +160,16 @@ class TieredStore:
         if not patient and any(member.ready for member in members):
             undecided = False
         else:
-            undecided = any(member.undecided for member in members)
+            usable = any(one.usable for one in members)
+            # A fallback that can hang (a home directory on a mount) is not waited for.
+            undecided = any(
+                one.undecided
+                for one in members
+                if not (usable and one.spec.fallback and one.spec.probe is None)
+            )
             # The fallback is opened when everything else has turned out unusable.
             fallback = any(one.spec.fallback and not one.tried for one in members)
-            undecided |= fallback and not any(one.usable for one in members)
+            undecided |= fallback and not usable
         self._settled = not undecided
         return undecided
 
