@@ -152,13 +152,13 @@ def _ours(
     turn: int,
 ) -> None:
     prompt = [turn + 2] * tokens
-    with PersistentPromptCache(_Model(), config=config) as ours:
+    with PersistentPromptCache(_Model(), config=config, wait_s=60) as ours:
         begin = time.perf_counter()
         ours.store(prompt, cache)
         samples["store, until the caller goes on"].append(time.perf_counter() - begin)
         assert ours.flush(120)
         samples["store, until it is on the medium"].append(time.perf_counter() - begin)
-    with PersistentPromptCache(_Model(), config=config) as ours:
+    with PersistentPromptCache(_Model(), config=config, wait_s=60) as ours:
         ours.fetch([1, 2])  # the journals are read
         for metric in ("load, from the medium", "load, from the page cache"):
             forget_pages(kv)
@@ -201,7 +201,7 @@ def measure_sharing(report: Report, root: Path, tokens: int) -> None:
     config.chmod(0o600)
     common, cache = tokens * 3 // 4 // 64 * 64, _filled(tokens, 2)
     try:
-        with PersistentPromptCache(_Model(), config=config) as ours:
+        with PersistentPromptCache(_Model(), config=config, wait_s=60) as ours:
             for number in range(4):
                 ours.store([1] * common + [2 + number] * (tokens - common), cache)
                 caches.save_prompt_cache(str(place / f"{number}.safetensors"), cache)

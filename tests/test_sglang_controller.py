@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def test_thousands_of_pages_are_the_same_bytes_in_another_process(
     assert kernels.ready()
     model = tmp_path / "tiny"
     tiny_llama.write(model)
+    time.sleep(1.0)  # clocks of files and of processes are coarse, and it must be the older one
     stored = run(home, model, "store", CASES)
     assert [one["kept"] for one in stored] == [case.pages for case in CASES], stored
     # The other interface, and where pages are alike the other layout.

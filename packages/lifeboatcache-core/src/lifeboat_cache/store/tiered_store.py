@@ -160,6 +160,8 @@ class TieredStore:
         if not patient and any(member.ready for member in members):
             undecided = False
         else:
+            # First: what is opened meanwhile is seen as undecided below.
+            untried = any(one.spec.fallback and not one.tried for one in members)
             usable = any(one.usable for one in members)
             # A fallback that can hang (a home directory on a mount) is not waited for.
             undecided = any(
@@ -168,8 +170,7 @@ class TieredStore:
                 if not (usable and one.spec.fallback and one.spec.probe is None)
             )
             # The fallback is opened when everything else has turned out unusable.
-            fallback = any(one.spec.fallback and not one.tried for one in members)
-            undecided |= fallback and not usable
+            undecided |= untried and not usable
         self._settled = not undecided
         return undecided
 
