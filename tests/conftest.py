@@ -1,16 +1,21 @@
 """Fixtures of the tests across packages and against real engines."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from devkit.shell import heed_interrupts
 from sglang_server import SglangServer, StartSglang
 from suites import compiled_kernels
 from vllm_server import StartServer, VllmServer
+
+if TYPE_CHECKING:
+    from s3_server import S3Server
 
 heed_interrupts()
 
@@ -67,3 +72,12 @@ def start_sglang(model: Path, tmp_path: Path) -> Iterator[StartSglang]:
             return stack.enter_context(SglangServer(options.pop("model", model), **options))
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server for all tests; each makes buckets of its own."""
+    from s3_server import s3_server  # what it needs is in one environment only
+
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server

