@@ -1,0 +1,1 @@
+"""An object store that speaks S3 as a storage target."""

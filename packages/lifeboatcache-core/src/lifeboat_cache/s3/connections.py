@@ -1,0 +1,208 @@
+"""Connections on which parts of objects are read straight into memory.
+
+boto3 hands bodies out as new bytes; here they go from the socket to where they belong.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+__all__ = ["Answer", "Connections", "InterruptedBodyError"]
+
+#: Connections that are kept for the next request, of all hosts together.
+_KEPT = 64
+
+#: An idle connection is given up after so many seconds: servers do that, too.
+_IDLE_S = 20.0
+
+#: Of an answer that is an error, so much is read.
+_MOST_ERROR = 16 << 10
+
+#: No wait for a socket is shorter.
+_LEAST_WAIT_S = 0.05
+
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+
+_TRANSPORT = (OSError, http.client.HTTPException)
+
+
+class InterruptedBodyError(OSError):
+    """A body that ends too early, or an answer that is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server has answered.
+
+    Attributes
+    ----------
+    status
+        Of HTTP; 206 means that the bytes are there, 416 that the object ends before.
+    body
+        Of an error.
+    date
+        The server's clock as it says it.
+    """
+
+    status: int
+    body: bytes = b""
+    date: str = ""
+
+
+def _ends_before(said: str, first: int, last: int) -> bool:
+    """Whether a ``Content-Range`` is the beginning of a range, cut off by the object's end."""
+    found = _RANGE.fullmatch(said)
+    if found is None:
+        return False
+    begin, end, size = (int(number) for number in found.groups())
+    return begin == first and end + 1 == size < last
+
+
+class Connections:
+    """Keeps connections to servers open. Thread-safe.
+
+    Parameters
+    ----------
+    connect_s, read_s
+        How long a connection may take, and how long nothing may come.
+    tls
+        For https.
+    """
+
+    def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None) -> None:
+        self._connect_s, self._read_s = connect_s, read_s
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._idle: list[tuple[float, tuple[str, str], http.client.HTTPConnection]] = []
+        self._closed = False
+
+    def read(
+        self, url: str, offset: int, into: memoryview, deadline: float | None = None
+    ) -> Answer:
+        """Read a part of an object, all of ``into``.
+
+        Raises
+        ------
+        OSError, http.client.HTTPException
+            If there was no answer, or not all of it.
+        """
+        parts = urlsplit(url)
+        place = parts.scheme, parts.netloc
+        connection, used = self._take(place)
+        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        try:
+            try:
+                return self._ask(connection, place, target, offset, into, deadline)
+            except _TRANSPORT as exc:
+                connection.close()
+                # A server may have closed what was idle; what broke off later is another matter.
+                if not used or isinstance(exc, (InterruptedBodyError, TimeoutError)):
+                    raise
+            connection = self._make(place)
+            return self._ask(connection, place, target, offset, into, deadline)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _ask(
+        self,
+        connection: http.client.HTTPConnection,
+        place: tuple[str, str],
+        target: str,
+        offset: int,
+        into: memoryview,
+        deadline: float | None,
+    ) -> Answer:
+        size = into.nbytes
+        if connection.sock is None:
+            connection.timeout = self._left(self._connect_s, deadline)
+            connection.connect()
+        connection.sock.settimeout(self._left(self._read_s, deadline))
+        wanted = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
+        connection.request("GET", target, headers=wanted)
+        answer = connection.getresponse()
+        date = answer.headers.get("Date", "")
+        if answer.status != 206:
+            if answer.status == 200:  # all of an object is not what was asked for
+                connection.close()
+                raise InterruptedBodyError("the server does not know ranges")
+            body = answer.read(_MOST_ERROR)
+            # What it has beyond that would be taken for the next answer.
+            self._give(place, connection, keep=answer.isclosed())
+            return Answer(answer.status, body, date)
+        said = answer.headers.get("Content-Range", "")
+        if not said.startswith(f"bytes {offset}-{offset + size - 1}/"):
+            if _ends_before(said, offset, offset + size):
+                connection.close()
+                return Answer(416, b"", date)
+            raise InterruptedBodyError(f"another range than asked for ({said!r})")
+        if answer.length not in (None, size):
+            raise InterruptedBodyError("a body of another length than asked for")
+        done = 0
+        while done < size:
+            if deadline is not None:
+                connection.sock.settimeout(self._left(self._read_s, deadline))
+            count = answer.readinto(into[done:])
+            if not count:
+                raise InterruptedBodyError(f"the body ends after {done} of {size} bytes")
+            done += count
+        answer.read(1)  # its end
+        self._give(place, connection, keep=answer.isclosed() and not answer.will_close)
+        return Answer(206, b"", date)
+
+    @staticmethod
+    def _left(most: float, deadline: float | None) -> float:
+        if deadline is None:
+            return most
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the deadline has passed")
+        return max(_LEAST_WAIT_S, min(most, left))
+
+    def _make(self, place: tuple[str, str]) -> http.client.HTTPConnection:
+        scheme, netloc = place
+        if scheme == "https":
+            return http.client.HTTPSConnection(netloc, context=self._tls)
+        return http.client.HTTPConnection(netloc)
+
+    def _take(self, place: tuple[str, str]) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection, and whether it was used before."""
+        old, found = [], None
+        oldest = time.monotonic() - _IDLE_S
+        with self._lock:
+            kept = []
+            for since, where, connection in reversed(self._idle):  # the one used last first
+                if since < oldest:
+                    old.append(connection)
+                elif found is None and where == place:
+                    found = connection
+                else:
+                    kept.append((since, where, connection))
+            self._idle = kept[::-1]
+        for connection in old:
+            connection.close()
+        return (self._make(place), False) if found is None else (found, True)
+
+    def _give(
+        self, place: tuple[str, str], connection: http.client.HTTPConnection, *, keep: bool
+    ) -> None:
+        with self._lock:
+            keep = keep and not self._closed and len(self._idle) < _KEPT
+            if keep:
+                self._idle.append((time.monotonic(), place, connection))
+        if not keep:
+            connection.close()
+
+    def close(self) -> None:
+        """Close what is idle, and what is given back later."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for _, _, connection in idle:
+            connection.close()
