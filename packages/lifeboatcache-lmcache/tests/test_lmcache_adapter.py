@@ -80,7 +80,7 @@ def test_large_objects_are_stored_in_parts(
     mine = keys(2)
     stored = memory.filled(mine, CHUNK)
     assert driver.store(mine, stored).is_successful()
-    space = next(iter(driver.adapter._spaces.values()))
+    space = driver.adapter._spaces.all()[0]
     assert len(space.store) == 2 * 4 + 1  # two layers a part, and the names
     assert driver.lookup(mine, {0: CHUNK}) == [0, 1]
     loaded = memory.objects(mine, CHUNK)

@@ -11,13 +11,73 @@ from lmcache.v1.distributed.api import ObjectKey
 
 from lifeboat_cache.integrations.lmcache_keys import NAMES_GROUP, names_block, names_key
 from lifeboat_cache.integrations.lmcache_layout import ObjectLayout
-from lifeboat_cache.integrations.lmcache_prefixes import family
+from lifeboat_cache.integrations.lmcache_prefixes import Prefixes, family
+from lifeboat_cache.integrations.lmcache_space import ModelSpace
 from lifeboat_cache.interface import BlockBatch, BlockBuffers, Job, Outcome, salt_tag
 
-__all__ = ["addresses_of", "buffers_of", "whole_objects", "with_names"]
+__all__ = ["load_batch", "store_batch", "whole_objects", "with_names"]
 
 
-def buffers_of(
+def store_batch(
+    space: ModelSpace,
+    keys: Sequence[ObjectKey],
+    layouts: Sequence[ObjectLayout],
+    objects: Sequence[Any],
+    prefixes: Prefixes,
+) -> BlockBatch:
+    """The blocks of objects that are to be stored. Raises as :func:`load_batch` does."""
+    addresses = _addresses_of(objects, layouts)
+    tags: list[int] = []
+    positions: list[int] = []
+    groups: list[int] = []
+    families: list[int] = []
+    parents: list[int] = []
+    salts: list[int] = []
+    for key, layout in zip(keys, layouts, strict=True):
+        depth, parent = prefixes.place(key)
+        parts = len(layout.parts)
+        tags += [part.tag for part in layout.parts]
+        positions += [(depth + 1) * layout.tokens] * parts
+        groups += [min(key.object_group_id, NAMES_GROUP - 1)] * parts
+        families += [family(key)] * parts
+        parents += [parent] * parts
+        salts += [salt_tag(key.cache_salt)] * parts
+    return BlockBatch(
+        [block for parts in space.blocks(keys, layouts) for block in parts],
+        _buffers_of(addresses, layouts, objects),
+        tags,
+        positions=positions,
+        groups=groups,
+        families=families,
+        parents=parents,
+        salt=salts,
+    )
+
+
+def load_batch(
+    space: ModelSpace,
+    keys: Sequence[ObjectKey],
+    layouts: Sequence[ObjectLayout],
+    objects: Sequence[Any],
+) -> BlockBatch:
+    """The blocks of objects that are to be loaded, and where to.
+
+    Raises
+    ------
+    ValueError
+        If an object is not as large as its shapes say.
+    NotImplementedError
+        If one has no memory of the host's (GPU-direct storage).
+    """
+    addresses = _addresses_of(objects, layouts)
+    return BlockBatch(
+        [block for parts in space.blocks(keys, layouts) for block in parts],
+        _buffers_of(addresses, layouts, objects),
+        [part.tag for layout in layouts for part in layout.parts],
+    )
+
+
+def _buffers_of(
     addresses: Sequence[int], layouts: Sequence[ObjectLayout], owner: object
 ) -> BlockBuffers:
     """The memory of objects: a block per part."""
@@ -36,16 +96,8 @@ def buffers_of(
     )
 
 
-def addresses_of(objects: Sequence[Any], layouts: Sequence[ObjectLayout]) -> list[int]:
-    """Where objects lie in memory.
-
-    Raises
-    ------
-    ValueError
-        If one is not as large as its shapes say.
-    NotImplementedError
-        If one has no memory of the host's (GPU-direct storage).
-    """
+def _addresses_of(objects: Sequence[Any], layouts: Sequence[ObjectLayout]) -> list[int]:
+    """Where objects lie in memory; see :func:`load_batch`."""
     for one, layout in zip(objects, layouts, strict=True):
         if int(one.get_size()) != layout.nbytes:
             raise ValueError(

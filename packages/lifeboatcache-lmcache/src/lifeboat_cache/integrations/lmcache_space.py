@@ -121,6 +121,19 @@ class ModelSpace:
         )
         return namespace
 
+    def layouts_of(self, objects: Sequence[Any]) -> list[ObjectLayout]:
+        """The layouts of objects of LMCache's, made known to the store.
+
+        Raises
+        ------
+        ValueError
+            If what it says of one cannot be.
+        """
+        layouts = [self.layouts.of_object(one) for one in objects]
+        for layout in {layout.signature: layout for layout in layouts}.values():
+            self.describe(layout)
+        return layouts
+
     def describe(self, layout: ObjectLayout) -> None:
         """Make the layout of objects known to the store."""
         if layout.signature not in self._described:
