@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from breakable_tiers import Tier
 
@@ -249,6 +250,51 @@ def test_what_is_deleted_is_not_copied_any_more(
     assert driver.driven.drain(60)
     driver.driven.close()
     assert held(tiers["nfs"], namespace, 6) == 3
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["deleted", "deleted and stored"])
+def test_what_is_deleted_while_it_is_copied_is_never_seen_again(
+    tiers: dict[str, Tier],
+    open_ladder: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    again: bool,
+) -> None:
+    driver = open_ladder(tiers["nvme"], tiers["nfs"], mode="local_first")
+    far = tiers["nfs"].stores[-1]
+    release = threading.Event()
+    running = copier.Copier._run
+
+    def delayed(
+        self: copier.Copier, start: Callable[..., Job], batch: BlockBatch
+    ) -> npt.NDArray[np.uint8] | None:
+        outcomes = running(self, start, batch)
+        assert start != far.store or release.wait(60)
+        return outcomes
+
+    monkeypatch.setattr(copier.Copier, "_run", delayed)
+    tiers["nfs"].stop()
+    assert driver.store(range(6)) == [OK] * 6
+    until(far.busy)  # they are being copied now
+    assert driver.delete(range(3)) == [True] * 3
+    if again:
+        assert driver.store([0]) == [OK]
+    gone = [1, 2] if again else [0, 1, 2]
+    tiers["nfs"].go_on()
+    until(lambda: far.lookup(sample_keys(range(6))).all())
+    # Their copies are there, and have not been deleted yet.
+    kept = [number for number in range(6) if number not in gone]
+    keys = driver.keys(range(6))
+    sizes = [-1 if number in gone else 8192 for number in range(6)]
+    assert driver.driven.lookup(keys, pin=True).tolist() == [n not in gone for n in range(6)]
+    driver.driven.unpin(driver.keys(kept))
+    assert sorted(driver.driven.keys()) == sorted(driver.keys(kept))
+    assert driver.driven.sizes(keys).tolist() == sizes
+    assert driver.load(range(6)) == [MISSING if size < 0 else OK for size in sizes]
+    release.set()
+    copied(driver)
+    assert driver.lookup(range(6)) == [MISS if size < 0 else HIT for size in sizes]
+    assert far.lookup(keys).tolist() == [size > 0 for size in sizes]
+    assert driver.delete(range(6)) == [size > 0 for size in sizes]
 
 
 def test_copies_that_do_not_fit_in_the_queue_are_counted(

@@ -78,7 +78,7 @@ class Copier:
         self._working = False
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._deleted: set[bytes] = set()
+        self._deleted: set[bytes] = set()  # while something is being copied
         self._waiting: Counter[str] = Counter()  # by the source's name, as are drops
         self._blocks: Counter[str] = Counter()  # by the name of where they went
         self._bytes: Counter[str] = Counter()
@@ -102,6 +102,25 @@ class Copier:
         with self._wake:
             if self._working:  # what waits is looked up when its turn comes
                 self._deleted.update(keys)
+
+    def wanted(self, keys: Sequence[bytes]) -> None:
+        """Blocks are stored: a copy of them may stay, even if they have just been deleted."""
+        if self._deleted:
+            with self._wake:
+                self._deleted.difference_update(keys)
+
+    def doomed(self) -> frozenset[bytes]:
+        """Blocks that are deleted, although a copy may just have been made. Nearly always none."""
+        with self._wake:
+            return frozenset(self._deleted)
+
+    def hidden(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_] | None:
+        """bool ``(n,)``: which blocks are doomed; ``None`` if none of them is."""
+        deleted = self._deleted
+        if not deleted:
+            return None
+        found = np.array([key in deleted for key in keys], dtype=bool)
+        return found if found.any() else None
 
     def _add(self, item: _Item) -> None:
         with self._wake:
@@ -167,6 +186,7 @@ class Copier:
         """In a forked child: the thread stayed with the parent."""
         self._wake = threading.Condition()
         self._stopping = True
+        self._deleted.clear()
 
     # The thread -------------------------------------------------------------
 
@@ -181,7 +201,6 @@ class Copier:
                 if item is None:
                     return
                 self._working = True
-                self._deleted.clear()
             try:
                 self._copy(item)
             except StoreClosedError:
@@ -191,6 +210,7 @@ class Copier:
                 self._drop(item, "failed", len(item.keys))
             with self._wake:
                 self._working = False
+                self._deleted.clear()
                 if not self._queued:
                     self._wake.notify_all()
 
@@ -289,9 +309,10 @@ class Copier:
             self._blocks[name] += int(np.count_nonzero(new))
             self._bytes[name] += int(sizes[good][new].sum())
             doomed = [key for key in done if key in self._deleted] if self._deleted else []
-        if doomed:
-            goal.delete(doomed)
-        return done
+            if doomed:
+                # Under the lock: a block that is stored anew right now must not go with them.
+                goal.delete(doomed)
+        return [key for key in done if key not in doomed] if doomed else done
 
     def _run(self, start: Callable[..., Job], batch: BlockBatch) -> npt.NDArray[np.uint8] | None:
         """Have a store do something; ``None`` if that is given up."""

@@ -183,10 +183,15 @@ class Member:
                 facts=more,
             )
         one = found[0]
+        state = one.state
+        if self._late and not self.usable:
+            state = State.DISABLED
+        elif self._in_debt and state is State.READY:  # it answers for nothing yet
+            state = State.RECOVERING
         return replace(
             one,
             rung=spec.rung,
-            state=State.DISABLED if self._late and not self.usable else one.state,
+            state=state,
             reason=self.reason,
             writing=writing,
             counters=self._past + one.counters,

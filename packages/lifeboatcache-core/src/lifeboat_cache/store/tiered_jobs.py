@@ -126,7 +126,12 @@ class Ladder:
         else:
             answering = tuple(one for one in members if one.answering() is not None)
             job.outcomes[:] = Outcome.MISSING
-            if len(answering) == 1:
+            hidden = self._copier.hidden(job.batch.keys)
+            if hidden is not None:
+                rows = np.flatnonzero(~hidden)
+                if rows.shape[0]:
+                    self._distribute(job, job.batch.take(rows), rows, answering, promote)
+            elif len(answering) == 1:
                 job.add_parts(1)
                 self._load_from(job, job.batch, None, answering, promote)
             elif answering:

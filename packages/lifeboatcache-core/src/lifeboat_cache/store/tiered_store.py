@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -277,6 +278,16 @@ class TieredStore:
 
     def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> npt.NDArray[np.uint8]:
         """uint8 ``(n,)`` of :class:`Lookup`: which blocks are there; from memory."""
+        hidden = self._copier.hidden(keys)
+        if hidden is None:
+            return self._lookup(keys, pin)
+        answers = np.full(len(keys), _MISS, dtype=np.uint8)
+        rest = np.flatnonzero(~hidden)
+        answers[rest] = self._lookup([keys[row] for row in rest.tolist()], pin)
+        self._counters.add(lookups=len(keys) - rest.shape[0])
+        return answers
+
+    def _lookup(self, keys: Sequence[bytes], pin: bool) -> npt.NDArray[np.uint8]:
         count = len(keys)
         answers: npt.NDArray[np.uint8] | None = None
         hits = 0
@@ -327,7 +338,8 @@ class TieredStore:
     def records(self, keys: Sequence[bytes]) -> Entries:
         """``ENTRY`` array ``(n,)``: what is known of each block, from the fastest that has it."""
         found: Entries = np.zeros(len(keys), dtype=ENTRY)
-        rest = np.arange(len(keys))
+        hidden = self._copier.hidden(keys)
+        rest = np.arange(len(keys)) if hidden is None else np.flatnonzero(~hidden)
         for member in self._fast:
             store = member.answering()
             if store is None or not rest.shape[0]:
@@ -340,11 +352,11 @@ class TieredStore:
 
     def keys(self, *, group: int | None = None) -> list[bytes]:
         """Keys of all blocks known to be there, or of those stored with one group number."""
+        doomed = self._copier.doomed()  # first: they are so until their copies are deleted
         stores = [member.answering() for member in self._fast]
         lists = [store.keys(group=group) for store in stores if store is not None]
-        if len(lists) == 1:
-            return lists[0]
-        return list(dict.fromkeys(key for one in lists for key in one))
+        found = lists[0] if len(lists) == 1 else list(dict.fromkeys(chain.from_iterable(lists)))
+        return [key for key in found if key not in doomed] if doomed else found
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Undo one pin of each key. Never fails."""
@@ -378,6 +390,7 @@ class TieredStore:
             return done
         with self._lock:
             free = np.array([key not in self._pins for key in keys], dtype=bool)
+        hidden = self._copier.hidden(keys)
         rows = np.flatnonzero(free)
         some = [keys[row] for row in rows.tolist()]
         self._copier.deleted(some)
@@ -387,6 +400,8 @@ class TieredStore:
                 done[rows] |= store.delete(some)
             if member.blind:
                 member.owe(some)
+        if hidden is not None:  # they were deleted before
+            done &= ~hidden
         return done
 
     # Jobs -------------------------------------------------------------------
@@ -396,6 +411,7 @@ class TieredStore:
         self._check_process()
         job = Job("store", batch, on_done)
         self._desk.admit(job)
+        self._copier.wanted(batch.keys)
         if not self._ladder.store(job, self._members, self._mode):
             self._keep_waiting(job)
         return job
