@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from long_prompt import long_prompt
+from published import published_targets
 from vllm_launches import CHUNK, Launches, full_chunks, wait_until_stored
 from vllm_server import StartServer
-
-from lifeboat_cache.registry import snapshot
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -58,18 +57,10 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         made.go()
 
 
-def targets(home: Path) -> dict[str, dict[str, Any]]:
-    """What the running server publishes of its targets, by name."""
-    found = snapshot(home)
-    assert found is not None
-    documents = [entry.document for entry in found.entries if entry.alive and entry.document]
-    return {item["name"]: item for document in documents for item in document.get("targets", ())}
-
-
 def until(home: Path, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        found = targets(home)
+        found = published_targets(home)
         if found and condition(found):
             return
         assert time.monotonic() < deadline, f"it has not happened: {found}"
@@ -102,17 +93,17 @@ def test_one_of_two_targets_dies_and_returns(
         texts.append(answer.text)
     wait_until_stored(server, sum(chunks))
     until(home, lambda found: found["slow"]["copied_blocks"] == sum(chunks))
-    assert targets(home)["fast"]["writing"]
+    assert published_targets(home)["fast"]["writing"]
 
     # It dies under the running server, which goes on and stores on the other one.
     mount.go()
     until(home, lambda found: found["fast"]["state"] == "disabled" and found["slow"]["writing"])
-    assert targets(home)["fast"]["reason"]
+    assert published_targets(home)["fast"]["reason"]
     answer = server.complete(prompts[2])
     chunks.append(full_chunks(answer))
     texts.append(answer.text)
     wait_until_stored(server, sum(chunks))
-    assert targets(home)["slow"]["stored_blocks"] >= chunks[2]
+    assert published_targets(home)["slow"]["stored_blocks"] >= chunks[2]
     server.stop(signal.SIGKILL)
 
     # A server that starts without it finds everything on the other one.
@@ -121,13 +112,13 @@ def test_one_of_two_targets_dies_and_returns(
         answer = server.complete(prompt)
         assert answer.cached_tokens >= count * CHUNK
         assert answer.text == text
-    assert targets(home)["fast"]["state"] == "disabled"
-    assert targets(home)["fast"]["loaded_blocks"] == 0
+    assert published_targets(home)["fast"]["state"] == "disabled"
+    assert published_targets(home)["fast"]["loaded_blocks"] == 0
 
     # It returns, is taken back, and takes new blocks again: those that were loaded before, too.
     mount.come()
     until(home, lambda found: found["fast"]["state"] == "ready" and found["fast"]["writing"])
-    before = targets(home)["fast"]["stored_blocks"]
+    before = published_targets(home)["fast"]["stored_blocks"]
     answer = server.complete(prompts[3])
     chunks.append(full_chunks(answer))
     until(home, lambda found: found["fast"]["stored_blocks"] >= before + chunks[3])

@@ -14,6 +14,7 @@ from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.errors import TargetError
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.store.member import MemberSpec
 from lifeboat_cache.store.protocol import Store
@@ -57,7 +58,8 @@ class Breakable(FilesystemTarget):
 
         def gated(entries: Entries, part_bytes: int) -> list[Reservation]:
             faults.gate.wait()
-            faults.check()
+            if faults.broken:
+                return [Reservation(0, len(entries), None, Outcome.FAILED)]
             return reserve(entries, part_bytes)
 
         writer.reserve = gated  # type: ignore[method-assign]

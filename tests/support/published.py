@@ -1,4 +1,4 @@
-"""Documents as engines and agents publish them, made up for tests and benchmarks."""
+"""Documents as engines and agents publish them: read, and made up for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lifeboat_cache.registry import Registration, TargetFacts, agent_document
+from lifeboat_cache.registry import Registration, TargetFacts, agent_document, snapshot
 
-__all__ = ["MadeUpHome", "agent_facts", "engine_facts"]
+__all__ = ["MadeUpHome", "agent_facts", "engine_facts", "published_targets"]
 
 GB = 10**9
+
+
+def published_targets(home: Path) -> dict[str, dict[str, Any]]:
+    """What the running server of a home directory publishes of its targets, by name."""
+    found = snapshot(home)
+    assert found is not None
+    documents = [entry.document for entry in found.entries if entry.alive and entry.document]
+    return {item["name"]: item for document in documents for item in document.get("targets", ())}
 
 
 def engine_facts(number: int = 0, *, of: int = 1, scale: float = 1.0, **changes: Any) -> Any:

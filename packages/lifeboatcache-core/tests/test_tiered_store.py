@@ -430,6 +430,31 @@ def test_pins_protect_copies_on_every_target(tiers: dict[str, Tier], open_ladder
     assert len(driver.driven) == 0
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_deletion_that_a_target_cannot_take_is_made_up_for(
+    tiers: dict[str, Tier], open_ladder: Open, namespace: Namespace, leaves: bool
+) -> None:
+    nvme = tiers["nvme"]
+    first = open_ladder(nvme)
+    assert first.store(range(3)) == [OK] * 3
+    first.driven.close()
+    driver = open_ladder(nvme)  # it has not written anything yet, and cannot begin to
+    until(lambda: status(driver, "nvme")["state"] is State.READY)
+    nvme.break_()
+    assert driver.delete([0, 1]) == [True] * 2
+    assert driver.driven.undone_deletions() == driver.keys([0, 1])
+    if leaves:
+        away = nvme.root.rename(nvme.root.with_name("away"))
+        until(lambda: status(driver, "nvme")["state"] is State.DISABLED)
+        away.rename(nvme.root)
+    nvme.mend()
+    until(lambda: status(driver, "nvme")["state"] is State.READY)
+    assert driver.lookup(range(3)) == [MISS, MISS, HIT]
+    until(lambda: not driver.driven.undone_deletions())
+    assert driver.driven.close()
+    assert nvme.holds(namespace, driver.keys(range(3))) == [False, False, True]
+
+
 def test_what_is_deleted_while_a_target_is_away_does_not_come_back_with_it(
     tiers: dict[str, Tier], open_ladder: Open, namespace: Namespace
 ) -> None:

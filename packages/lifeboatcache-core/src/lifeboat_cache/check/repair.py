@@ -132,7 +132,6 @@ class Undertaker:
         self._directory = directory
         self._namespace = Namespace({}, digest)
         self._writer: SegmentWriter | None = None
-        self._buried = 0
 
     def bury(self, entries: Entries) -> None:
         """Append tombstones. Raises ``OSError`` if they did not reach the journal."""
@@ -140,10 +139,7 @@ class Undertaker:
             self._writer = SegmentWriter(
                 self._directory, self._namespace, direct=False, allowance=lambda _: None
             )
-        self._writer.bury(entries)
-        path = self._directory / f"{self._writer.writer.hex()}.journal"
-        self._buried += len(entries)
-        if path.stat().st_size < HEADER_BYTES + self._buried * ENTRY_BYTES:
+        if not self._writer.bury(entries):
             raise OSError(errno.EIO, "the tombstones could not be written")
 
     def close(self) -> None:

@@ -117,7 +117,8 @@ class RemoteStore:
         self._jobs: set[Job] = set()
         self._finished: deque[Job] = deque()
         self._pins: Counter[bytes] = Counter()
-        self._deleting: set[int] = set()
+        self._deleting: dict[int, list[bytes]] = {}
+        self._undone: set[bytes] = set()  # deleted, but the mover has died since
         self._deletions = 0
         self._process = os.getpid()
         self._stop = threading.Event()
@@ -346,12 +347,26 @@ class RemoteStore:
                 return done
             self._deletions += 1
             number = DELETION + self._deletions
-            self._deleting.add(number)
-            if not self._transfers.tell(Kind.DELETE, b"".join(keys[n] for n in mine), number):
-                self._deleting.discard(number)
+            told = [keys[n] for n in mine]
+            self._deleting[number] = told
+            if not self._transfers.tell(Kind.DELETE, b"".join(told), number):
+                del self._deleting[number]
                 return done
-            done[mine], _, _ = self._client.index.take_many([keys[n] for n in mine])
+            done[mine], _, _ = self._client.index.take_many(told)
         return done
+
+    def undone_deletions(self) -> list[bytes]:
+        """Keys whose deletion the mover has not taken over."""
+        with self._lock:
+            return [*self._undone, *(key for keys in self._deleting.values() for key in keys)]
+
+    def _tick(self) -> None:
+        """Called every few moments."""
+        self._companion.tick()
+        if self._undone and self.state is State.READY:
+            with self._lock:
+                again, self._undone = list(self._undone), set()
+            self.delete(again)
 
     # Jobs -------------------------------------------------------------------
 
@@ -362,6 +377,7 @@ class RemoteStore:
         size = int(batch.buffers.sizes().sum())
         with self._lock:
             self._admit(job)
+            self._undone.difference_update(batch.keys)
             refusal: Outcome | None = None
             if self._state is State.DISABLED:
                 refusal = Outcome.DISABLED
@@ -458,7 +474,7 @@ class RemoteStore:
             self._companion.begin(self)
             found = self._find_namespace
             self._namespace = found if isinstance(found, Namespace) else found()
-            self._client.follow(self._namespace, self._companion.tick)
+            self._client.follow(self._namespace, self._tick)
         except LifeboatError as exc:
             self._disable(str(exc))
         except Exception as exc:  # a fault of ours must not leave lookups in RETRY for ever
@@ -483,9 +499,10 @@ class RemoteStore:
         """The mover has taken a deletion over; or, for all under way, nobody knows."""
         with self._idle:
             if number is None:
+                self._undone.update(key for keys in self._deleting.values() for key in keys)
                 self._deleting.clear()
             else:
-                self._deleting.discard(number)
+                self._deleting.pop(number, None)
             self._idle.notify_all()
 
     # The end ----------------------------------------------------------------

@@ -29,6 +29,7 @@ from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
+from lifeboat_cache.store.burials import Burials
 from lifeboat_cache.store.coding import Codings
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
@@ -170,7 +171,7 @@ class BlockStore:
         self._pins: Counter[bytes] = Counter()
         self._touched: list[tuple[Touched, int]] = []
         self._ahead: dict[tuple[int, int], float] = {}  # segments opened ahead, and when
-        self._burials = 0  # deletions on their way to storage
+        self._burials = Burials(self._idle, self._bury_deleted)
         self._kernel_loader: threading.Thread | None = None
         self._farewell: threading.Thread | None = None
         self._process = os.getpid()
@@ -393,23 +394,25 @@ class BlockStore:
                 return done
             free = [number for number, key in enumerate(keys) if not self._pins.get(key, 0)]
             done[free], owners, records = self._index.take_many([keys[n] for n in free])
-            if records.shape[0]:
-                self._burials += 1
-        if records.shape[0]:
-            self._executor.plan("store", partial(self._bury_deleted, owners, records))
+            if not records.shape[0]:
+                return done
+            number = self._burials.add(owners, records)
+        self._executor.plan("store", partial(self._burials.run, number))
         return done
 
-    def _bury_deleted(self, owners: npt.NDArray[np.uint32], records: Entries) -> None:
-        try:
-            writer = self._start_writer()
-            if writer is not None:
-                keys = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, 32)
-                writers = [self._index.writer_id(number) for number in owners.tolist()]
-                writer.bury(tombstones_at(keys, writers, records["segment"], records["slot"]))
-        finally:
-            with self._idle:
-                self._burials -= 1
-                self._idle.notify_all()
+    def _bury_deleted(self, owners: npt.NDArray[np.uint32], records: Entries) -> bool:
+        writer = self._start_writer()
+        if writer is None:
+            return False
+        keys = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, 32)
+        writers = [self._index.writer_id(number) for number in owners.tolist()]
+        return writer.bury(tombstones_at(keys, writers, records["segment"], records["slot"]))
+
+    def undone_deletions(self) -> list[bytes]:
+        """Keys that were deleted, and may be found again by the next who opens the target."""
+        keys = self._burials.keys()
+        stored = self._index.contains(keys)
+        return [key for key, again in zip(keys, stored, strict=True) if not again]
 
     # Jobs -------------------------------------------------------------------
 
@@ -520,7 +523,7 @@ class BlockStore:
             job.outcomes[:] = Outcome.CANCELLED
             self._finish(job, int(job.batch.buffers.sizes().sum()))
         with self._idle:
-            done = self._idle.wait_for(lambda: not (self._jobs or self._burials), timeout)
+            done = self._idle.wait_for(lambda: not (self._jobs or self._burials.under_way), timeout)
             # A store that is given up must not start what is still queued.
             self._executor.cancel(cancel and self._state is State.CLOSED)
         return done
@@ -590,7 +593,7 @@ class BlockStore:
     def _let_go_later(self) -> None:
         """Let go of all files once storage has answered what it was asked."""
         with self._idle:
-            self._idle.wait_for(lambda: not (self._jobs or self._burials))
+            self._idle.wait_for(lambda: not (self._jobs or self._burials.under_way))
         self._executor.join(_END_S)
         self._let_go()
 
@@ -1024,6 +1027,8 @@ class BlockStore:
             while not self._stop.wait(_TAIL_S):
                 self._load_kernels()
                 self._beat()
+                for number in self._burials.again():
+                    self._executor.plan("store", partial(self._burials.run, number))
                 if self._shared_lookup:
                     self._follow(recovering=False)
                 self._forget_reclaimed()

@@ -115,7 +115,7 @@ class Copier:
             return frozenset(self._deleted)
 
     def hidden(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_] | None:
-        """bool ``(n,)``: which blocks are doomed; ``None`` if none of them is."""
+        """Which blocks are doomed, bool ``(n,)``; ``None`` if none of them is."""
         deleted = self._deleted
         if not deleted:
             return None
@@ -262,7 +262,7 @@ class Copier:
                 break
             self._before(_YIELD_S)
             part = slice(first, last)
-            copied += self._move(item, source, goal.spec.name, store, keys[part], records[part])
+            copied += self._move(item, source, goal, store, keys[part], records[part])
         if copied and not item.up:
             self.stored(goal, copied)
 
@@ -270,7 +270,7 @@ class Copier:
         self,
         item: _Item,
         source: Store,
-        name: str,
+        member: Member,
         goal: Store,
         keys: list[bytes],
         records: Entries,
@@ -305,13 +305,17 @@ class Copier:
             self._drop(item, Outcome(value).name.lower(), int(np.count_nonzero(outcomes == value)))
         done = [key for key, fine in zip(write.keys, kept.tolist(), strict=True) if fine]
         new = outcomes == Outcome.OK
+        name = member.spec.name
         with self._wake:
             self._blocks[name] += int(np.count_nonzero(new))
             self._bytes[name] += int(sizes[good][new].sum())
             doomed = [key for key in done if key in self._deleted] if self._deleted else []
             if doomed:
                 # Under the lock: a block that is stored anew right now must not go with them.
-                goal.delete(doomed)
+                gone = goal.delete(doomed).tolist()
+                # The target may have been given up meanwhile.
+                left = [key for key, ok in zip(doomed, gone, strict=True) if not ok]
+                member.owe(left, hide=True)
         return [key for key in done if key not in doomed] if doomed else done
 
     def _run(self, start: Callable[..., Job], batch: BlockBatch) -> npt.NDArray[np.uint8] | None:

@@ -100,6 +100,7 @@ class Member:
         self._late = False
         self._left = 0  # how many times it was given up
         self._past = CounterSnapshot()
+        self._owing = threading.Lock()
         self._owed: set[bytes] = set()
         self._in_debt = False
         self._leaving: list[threading.Thread] = []
@@ -226,6 +227,7 @@ class Member:
         if store is not None:
             self._past = self._past + store.counters()
             self._left += 1
+            self.owe(store.undone_deletions())
             self._close_aside(store)
 
     def _given_up(self, reason: str) -> None:
@@ -261,21 +263,38 @@ class Member:
 
     # Deletions --------------------------------------------------------------
 
-    def owe(self, keys: Sequence[bytes]) -> None:
+    def owe(self, keys: Sequence[bytes], *, hide: bool = False) -> None:
         """Remember that blocks are to be deleted which nothing is known of now.
 
-        What is not even being read yet answers for nothing before that is done.
+        What is not even being read yet answers for nothing before that is done, nor does
+        anything else with ``hide``.
         """
         store = self.store
-        if len(self._owed) + len(keys) <= _MOST_OWED:
-            self._owed.update(keys)
-            self._in_debt |= store is None or not store.usable
+        with self._owing:
+            if keys and len(self._owed) + len(keys) <= _MOST_OWED:
+                self._owed.update(keys)
+                self._in_debt |= hide or store is None or not store.usable
+
+    def wanted(self, keys: Sequence[bytes]) -> None:
+        """Blocks are stored again: they are not to be deleted any more."""
+        if self._owed:
+            with self._owing:
+                self._owed.difference_update(keys)
+
+    def undone_deletions(self) -> list[bytes]:
+        """Keys that were deleted, and may still be on its target."""
+        store = self.store
+        with self._owing:
+            owed = list(self._owed)
+        return [*owed, *(() if store is None else store.undone_deletions())]
 
     def _pay(self, store: Store) -> None:
-        if self._owed and store.state is State.READY:
-            owed, self._owed = self._owed, set()
+        if (self._owed or self._in_debt) and store.state is State.READY:
+            with self._owing:
+                owed, self._owed = self._owed, set()
             store.delete(list(owed))
-            self._in_debt = bool(self._owed)
+            with self._owing:
+                self._in_debt = bool(self._owed)
 
     # Watching ---------------------------------------------------------------
 

@@ -153,6 +153,9 @@ class Store(Protocol):
     def delete(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Delete blocks; bool ``(n,)``, false for keys that are pinned or not there."""
 
+    def undone_deletions(self) -> list[bytes]:
+        """Keys that were deleted, and may be found again by the next who opens the target."""
+
     # Jobs -------------------------------------------------------------------
 
     def store(self, batch: BlockBatch, on_done: Callable[[Job], None] | None = None) -> Job:

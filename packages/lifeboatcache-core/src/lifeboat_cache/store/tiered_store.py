@@ -404,6 +404,10 @@ class TieredStore:
             done &= ~hidden
         return done
 
+    def undone_deletions(self) -> list[bytes]:
+        """See :meth:`Store.undone_deletions`; also what targets that are away have to delete."""
+        return list({key for member in self._members for key in member.undone_deletions()})
+
     # Jobs -------------------------------------------------------------------
 
     def store(self, batch: BlockBatch, on_done: Callable[[Job], None] | None = None) -> Job:
@@ -412,6 +416,8 @@ class TieredStore:
         job = Job("store", batch, on_done)
         self._desk.admit(job)
         self._copier.wanted(batch.keys)
+        for member in self._members:
+            member.wanted(batch.keys)
         if not self._ladder.store(job, self._members, self._mode):
             self._keep_waiting(job)
         return job

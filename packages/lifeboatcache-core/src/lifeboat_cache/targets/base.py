@@ -259,10 +259,10 @@ class TargetWriter(ABC):
         """Give the room of a whole reservation back, whose payloads were not written."""
 
     @abstractmethod
-    def bury(self, entries: Entries) -> None:
-        """Append tombstones, whose kind and places are already set.
+    def bury(self, entries: Entries) -> bool:
+        """Append tombstones, whose kind and places are already set; whether that was done.
 
-        Faults are swallowed: a record that could not be buried is found bad again.
+        Faults are swallowed.
         """
 
     @abstractmethod

@@ -486,9 +486,12 @@ class SegmentWriter(TargetWriter):
         kept = not answer[journal.UNKNOWN] and not answer[journal.JOURNAL_ERRNO]
         return int(answer[journal.DELETED]), bool(kept) and place == self._journal_place
 
-    def bury(self, entries: Entries) -> None:
-        with contextlib.suppress(OSError):
+    def bury(self, entries: Entries) -> bool:
+        try:
             self._journal(entries)
+        except OSError:
+            return False
+        return True
 
     def log_access(self, accesses: Entries) -> None:
         with contextlib.suppress(OSError), self._journal_lock:
