@@ -18,7 +18,8 @@ def published_targets(home: Path) -> dict[str, dict[str, Any]]:
     """What the running server of a home directory publishes of its targets, by name."""
     found = snapshot(home)
     assert found is not None
-    documents = [entry.document for entry in found.entries if entry.alive and entry.document]
+    alive = [entry.document for entry in found.entries if entry.alive and entry.document]
+    documents = [one for one in alive if one.get("kind") == "store"]
     return {item["name"]: item for document in documents for item in document.get("targets", ())}
 
 

@@ -218,16 +218,12 @@ def test_a_target_on_memory_is_noticed() -> None:
 
 def test_a_mount_that_hangs_is_reported(tmp_path: Path) -> None:
     tier = Tier.model_validate({"name": "t", "type": "filesystem", "path": str(tmp_path)})
-    release = threading.Event()
 
     def hang(name: str, tier: Tier) -> list[Check]:
-        release.wait(60)
+        threading.Event().wait()
         return []
 
-    try:
-        (check,) = doctor_targets._patiently(tier, hang, patience_s=0.05)
-    finally:
-        release.set()
+    (check,) = doctor_targets._patiently(tier, hang, patience_s=0.5)
     assert check.status == "fail"
     assert "has not answered" in check.summary
 

@@ -74,6 +74,11 @@ class Finding:
         self.detail += f"; the repair failed ({why})"
         self.remedy = "check the disk, its free space and the permissions, then run it again"
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Finding:
+        """From what :meth:`to_json` returns; without its ``fix``."""
+        return cls(**found)
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON-able mapping."""
         names = ("kind", "level", "path", "count", "detail", "remedy", "repaired")
@@ -126,6 +131,12 @@ class NamespaceReport:
     records: Records = field(default_factory=Records)
     findings: list[Finding] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> NamespaceReport:
+        """From what :meth:`to_json` returns."""
+        findings = [Finding.from_json(finding) for finding in found["findings"]]
+        return cls(**(found | {"records": Records(**found["records"]), "findings": findings}))
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON-able mapping."""
         return {
@@ -154,6 +165,17 @@ class TargetReport:
         yield from self.findings
         for namespace in self.namespaces:
             yield from namespace.findings
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> TargetReport:
+        """From what :meth:`to_json` returns."""
+        return cls(
+            found["name"],
+            found["location"],
+            found["problem"] or "",
+            [Finding.from_json(finding) for finding in found["findings"]],
+            [NamespaceReport.from_json(namespace) for namespace in found["namespaces"]],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON-able mapping."""

@@ -68,6 +68,7 @@ def check_targets(
     stop: threading.Event | None = None,
     show: Callable[[int, int], None] | None = None,
     key: IntegrityKey | None = None,
+    known: Callable[[str], Namespace | None] = lambda _: None,
 ) -> CheckReport:
     """Verify what targets hold, beside engines that use them.
 
@@ -88,6 +89,8 @@ def check_targets(
         Called with bytes verified and to verify a few times a second, on any thread.
     key
         The integrity key. Records whose checksum needs another one are counted and left.
+    known
+        Gives the document of a namespace, by its directory's name, if other targets have it.
 
     Returns
     -------
@@ -97,7 +100,7 @@ def check_targets(
     stop = stop or threading.Event()
     progress = Progress(show)
     report = CheckReport(repair)
-    run = _Run(targets, only, repair, stop, progress, key)
+    run = _Run(targets, only, repair, stop, progress, key, known)
     run.verifier = Verifier(
         threads or min(_MOST_THREADS, 2 * len(os.sched_getaffinity(0))),
         stop,
@@ -139,8 +142,10 @@ class _Run:
         stop: threading.Event,
         progress: Progress,
         key: IntegrityKey | None,
+        known: Callable[[str], Namespace | None],
     ) -> None:
         self._key = key
+        self._elsewhere = known
         self._targets = targets
         self._only = only
         self._repair = repair
@@ -242,7 +247,7 @@ class _Run:
             found = intact_document(target.path / name)
             if found is not None:
                 return found
-        return None
+        return self._elsewhere(name)
 
     def _mend_marker(
         self, root: Path, report: TargetReport, marker: Finding, *, certain: bool

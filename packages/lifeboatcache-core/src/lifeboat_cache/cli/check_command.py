@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from lifeboat_cache import kernels
 from lifeboat_cache.check import (
@@ -21,11 +22,14 @@ from lifeboat_cache.check import (
     check_targets,
     namespace_directories,
 )
+from lifeboat_cache.check.survey import intact_document
 from lifeboat_cache.cli.output import RefusedError, clean
 from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.errors import LifeboatError
-from lifeboat_cache.integrity import configured_integrity_key
+from lifeboat_cache.integrity import IntegrityKey, configured_integrity_key
+from lifeboat_cache.mover.apart import Apart, Say
+from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 __all__ = ["check"]
@@ -39,22 +43,25 @@ def check(args: argparse.Namespace) -> int:
     """Verify what is stored, and repair it if that is wanted."""
     config = load_config(args.config).config
     tiers = _tiers(config)
-    only = {_matching(tiers, prefix) for prefix in args.namespace} or None
     key = configured_integrity_key(config)
-    for tier in tiers:
-        with contextlib.suppress(LifeboatError):  # what is wrong with it is found again
-            FilesystemTarget.from_tier(tier).prepare()
     kernels.load()
     line = _ProgressLine(shown=sys.stderr.isatty() and not args.quiet)
-    with _interruptible() as stop:
-        report = check_targets(
-            tiers,
-            only=only,
-            repair=args.repair,
-            stop=stop,
-            show=line.show if line.shown else None,
-            key=key,
-        )
+    report = CheckReport(args.repair)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_interruptible())
+        parts = []
+        for tier in tiers:
+            work = _CheckWork(tier, args.repair, key, stop)
+            parts.append(_Part(tier, stack.enter_context(Apart(tier, work))))
+        for part in parts:
+            part.survey()
+        only = [_matching(parts, prefix) for prefix in args.namespace] or None
+        documents = {name: text for part in parts for name, text in part.documents.items() if text}
+        for part in parts:
+            report.targets.append(part.check(only, documents, stop, line))
+            if stop.is_set():
+                break
+        report.interrupted = stop.is_set()
     line.clear()
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
@@ -68,6 +75,85 @@ def check(args: argparse.Namespace) -> int:
     return 2 if problems else int(report.status != "ok")
 
 
+class _CheckWork:
+    """What is done at one target; see :class:`Apart`."""
+
+    def __init__(
+        self, tier: Tier, repair: bool, key: IntegrityKey | None, stop: threading.Event
+    ) -> None:
+        self._tier = tier
+        self._repair = repair
+        self._key = key
+        self._stop = stop
+
+    def __call__(self, request: dict[str, Any], say: Say) -> Any:
+        if request["do"] == "survey":
+            return self._survey()
+        return self._check(request["only"], request["documents"], say)
+
+    def _survey(self) -> dict[str, str]:
+        """Names of the namespaces' directories, and their documents, as far as they are intact."""
+        with contextlib.suppress(LifeboatError):  # what is wrong with it is found again
+            FilesystemTarget.from_tier(self._tier).prepare()
+        root = self._tier.path
+        found = {name: intact_document(root / name) for name in namespace_directories(root)}
+        return {name: "" if one is None else one.to_json() for name, one in found.items()}
+
+    def _check(self, only: list[str] | None, documents: dict[str, str], say: Say) -> dict[str, Any]:
+        def known(name: str) -> Namespace | None:
+            text = documents.get(name)
+            return None if text is None else Namespace.from_json(text)
+
+        report = check_targets(
+            [self._tier],
+            only=only,
+            repair=self._repair,
+            stop=self._stop,
+            show=lambda done, total: say([done, total]),
+            key=self._key,
+            known=known,
+        )
+        return report.targets[0].to_json()
+
+
+class _Part:
+    """One target's part of a check."""
+
+    def __init__(self, tier: Tier, apart: Apart) -> None:
+        self.documents: dict[str, str] = {}
+        self._tier = tier
+        self._apart = apart
+        self._problem = ""
+
+    def survey(self) -> None:
+        """Find out what is there."""
+        try:
+            self.documents = self._apart.ask({"do": "survey"})
+        except LifeboatError as error:
+            self._problem = str(error)
+
+    def check(
+        self,
+        only: list[str] | None,
+        documents: dict[str, str],
+        stop: threading.Event,
+        line: _ProgressLine,
+    ) -> TargetReport:
+        """Check it."""
+        report = TargetReport(self._tier.name, str(self._tier.path), self._problem)
+        if report.problem:
+            return report
+        request = {"do": "check", "only": only, "documents": documents}
+        line.name = self._tier.name
+        try:
+            return TargetReport.from_json(
+                self._apart.ask(request, lambda said: line.show(*said), stop.is_set)
+            )
+        except LifeboatError as error:
+            report.problem = str(error)
+            return report
+
+
 def _tiers(config: Config) -> list[Tier]:
     """Every configured target: one that was disabled still holds its data."""
     found: dict[object, Tier] = {}
@@ -76,10 +162,10 @@ def _tiers(config: Config) -> list[Tier]:
     return list(found.values())
 
 
-def _matching(tiers: Sequence[Tier], prefix: str) -> str:
+def _matching(parts: Sequence[_Part], prefix: str) -> str:
     """The namespace directory that the start of a digest means."""
     wanted = prefix.lower()[:32]
-    names = {name for tier in tiers for name in namespace_directories(tier.path)}
+    names = {name for part in parts for name in part.documents}
     found = sorted(name for name in names if name.startswith(wanted))
     if not wanted or not found:
         raise RefusedError(
@@ -116,12 +202,15 @@ class _ProgressLine:
 
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
+        self.name = ""
         self._width = 0
 
     def show(self, done: int, total: int) -> None:
         """Write how far it is."""
+        if not self.shown:
+            return
         percent = 100 * done // total if total else 100
-        text = f"verified {format_size(done)} of {format_size(total)} ({percent} %)"
+        text = f"{self.name}: verified {format_size(done)} of {format_size(total)} ({percent} %)"
         self._width = max(self._width, len(text))
         print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from lifeboat_cache.config import load_config
+from lifeboat_cache.config import Tier, load_config
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.errors import LifeboatError
-from lifeboat_cache.integrity import configured_integrity_key
+from lifeboat_cache.integrity import IntegrityKey, configured_integrity_key
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, JanitorReport
+from lifeboat_cache.mover.apart import Apart, Say
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 __all__ = ["gc", "run_to_the_end"]
@@ -60,42 +63,61 @@ def gc(args: argparse.Namespace) -> int:
     """Make room and tidy up."""
     config = load_config(args.config).config
     key = configured_integrity_key(config)
-    usual = JanitorPolicy(eviction=config.eviction.policy, max_age_s=config.eviction.max_age)
+    policy = JanitorPolicy(eviction=config.eviction.policy, max_age_s=config.eviction.max_age)
     documents: list[dict[str, Any]] = []
     failed = False
     for tier in config.storage.places:
-        target = FilesystemTarget.from_tier(tier)
-        janitor, policy = None, usual
-        report, problem = JanitorReport(), ""
-        try:
-            policy = usual.for_shared() if target.shared else usual
-            janitor = Janitor(target, policy=policy, key=key)
-            if args.dry_run:
-                report = janitor.run_once(dry_run=True)
-            else:
-                report = run_to_the_end(janitor, policy.grace_s, time.sleep)
-        except LifeboatError as error:
-            problem = str(error)
-        finally:
-            if janitor is not None:
-                janitor.close()
-        failed = failed or bool(problem or report.problems)
+        problem = ""
+        done: dict[str, Any] = {"report": None, "text": "", "problems": []}
+        with Apart(tier, partial(_work, tier, policy, key)) as apart:
+            try:
+                done = apart.ask(args.dry_run)
+            except LifeboatError as error:
+                problem = str(error)
+        failed = failed or bool(problem or done["problems"])
         documents.append(
             {
                 "name": tier.name,
                 "location": str(tier.path),
                 "problem": problem or None,
-                "report": None if problem else report.to_json(),
+                "report": done["report"],
             }
         )
         if not args.json and not problem:
-            print(f"{tier.name}: {_text(report, args.dry_run)}{_why_full(report, policy)}")
-        for line in (problem, *report.problems):
+            print(f"{tier.name}: {done['text']}", flush=True)
+        for line in (problem, *done["problems"]):
             if line:
                 print(f"lifeboat-cache: error: {tier.name}: {line}", file=sys.stderr)
     if args.json:
         print(json.dumps({"dry_run": args.dry_run, "targets": documents}, indent=2))
     return 2 if failed else 0
+
+
+def _work(
+    tier: Tier, policy: JanitorPolicy, key: IntegrityKey | None, dry_run: bool, _: Say
+) -> dict[str, Any]:
+    """One target's part; see :class:`Apart`."""
+    target = FilesystemTarget.from_tier(tier)
+    policy = policy.for_shared() if target.shared else policy
+    janitor = Janitor(target, policy=policy, key=key)
+    with contextlib.closing(janitor):
+        if dry_run:
+            report = janitor.run_once(dry_run=True)
+        else:
+            report = run_to_the_end(janitor, policy.grace_s, _sleep)
+    return {
+        "report": report.to_json(),
+        "text": _text(report, dry_run) + _why_full(report, policy),
+        "problems": report.problems,
+    }
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, and be seen to do so: who does nothing for long is taken to hang."""
+    whole = int(seconds)
+    for _ in range(whole):
+        time.sleep(1.0)
+    time.sleep(seconds - whole)
 
 
 def _why_full(report: JanitorReport, policy: JanitorPolicy) -> str:

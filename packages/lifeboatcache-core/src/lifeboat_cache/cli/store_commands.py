@@ -6,18 +6,19 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lifeboat_cache.cli.output import RefusedError, clean, show_time, table
-from lifeboat_cache.config import Config, load_config
+from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.errors import LifeboatError
-from lifeboat_cache.targets.base import NamespaceInfo
+from lifeboat_cache.mover.apart import Apart, Say
+from lifeboat_cache.targets.base import NamespaceInfo, Usage, WriterInfo
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
-__all__ = ["SHORT", "Held", "held", "ls", "matching", "say_problems"]
+__all__ = ["SHORT", "Held", "TargetWork", "held", "ls", "matching", "say_problems"]
 
 #: Digits of a digest that are shown.
 SHORT = 12
@@ -25,31 +26,87 @@ SHORT = 12
 
 @dataclass(frozen=True)
 class Held:
-    """What one target holds; ``problem`` is set instead if it cannot be read."""
+    """What one target holds.
 
-    target: FilesystemTarget
+    Attributes
+    ----------
+    name, location, enabled
+        From the configuration.
+    apart
+        Where it is worked on.
+    there
+        Whether its directory exists.
+    usage
+        What it uses, if it is there.
+    namespaces
+        What is stored.
+    problem
+        Why it cannot be read; then nothing else is known.
+    """
+
+    name: str
+    location: str
     enabled: bool
-    namespaces: tuple[NamespaceInfo, ...]
+    apart: Apart
+    there: bool = False
+    usage: Usage | None = None
+    namespaces: tuple[NamespaceInfo, ...] = ()
     problem: str = ""
 
 
-def held(config: Config) -> Iterator[Held]:
+class TargetWork:
+    """What commands have done at one target. Requests name a method and its arguments."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.target = FilesystemTarget.from_tier(tier)
+
+    def __call__(self, request: dict[str, Any], _: Say) -> Any:
+        """Do one thing; see :class:`Apart`."""
+        return getattr(self, request.pop("do"))(**request)
+
+    def look(self) -> dict[str, Any]:
+        """What is there."""
+        namespaces = [asdict(info) for info in self.target.namespaces()]
+        there = os.path.isdir(self.target.location)
+        usage = asdict(self.target.usage()) if there else None
+        return {"there": there, "usage": usage, "namespaces": namespaces}
+
+
+def held(config: Config, work: Callable[[Tier], TargetWork] = TargetWork) -> Iterator[Held]:
     """Yield every configured target: one that was disabled still holds its data."""
     seen = set()
     for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
         if tier.path in seen:
             continue
         seen.add(tier.path)
-        target = FilesystemTarget.from_tier(tier)
+        item = Held(tier.name, str(tier.path), tier.enabled, Apart(tier, work(tier)))
         try:
-            yield Held(target, tier.enabled, tuple(target.namespaces()))
+            found = item.apart.ask({"do": "look"})
         except LifeboatError as error:
-            yield Held(target, tier.enabled, (), str(error))
+            yield replace(item, problem=str(error))
+        else:
+            usage = found["usage"]
+            yield replace(
+                item,
+                there=found["there"],
+                usage=None if usage is None else Usage(**usage),
+                namespaces=tuple(map(_info, found["namespaces"])),
+            )
+
+
+def _info(found: dict[str, Any]) -> NamespaceInfo:
+    writers = tuple(WriterInfo(**writer) for writer in found["writers"])
+    return NamespaceInfo(
+        found["digest"], found["identity"], found["display"], writers, tuple(found["problems"])
+    )
 
 
 def ls(args: argparse.Namespace) -> int:
     """Show what is stored."""
-    found = list(held(load_config(args.config).config))
+    found = []
+    for item in held(load_config(args.config).config):
+        item.apart.close()
+        found.append(item)
     if args.namespace is not None:
         print(json.dumps(_one(found, args.namespace), indent=2))
         return 0
@@ -65,18 +122,17 @@ def say_problems(targets: list[Held]) -> int:
     """Say which targets cannot be read; the exit code."""
     for item in targets:
         if item.problem:
-            print(f"lifeboat-cache: error: {item.target.name}: {item.problem}", file=sys.stderr)
+            print(f"lifeboat-cache: error: {item.name}: {item.problem}", file=sys.stderr)
     return 2 if any(item.problem for item in targets) else 0
 
 
 def _target_json(item: Held) -> dict[str, Any]:
-    there = not item.problem and os.path.isdir(item.target.location)
     return {
-        "name": item.target.name,
-        "location": item.target.location,
+        "name": item.name,
+        "location": item.location,
         "enabled": item.enabled,
         "problem": item.problem or None,
-        "usage": asdict(item.target.usage()) if there else None,
+        "usage": None if item.usage is None else asdict(item.usage),
         "namespaces": [_namespace_json(info) for info in item.namespaces],
     }
 
@@ -95,12 +151,12 @@ def _namespace_json(info: NamespaceInfo) -> dict[str, Any]:
 
 
 def _target_text(item: Held) -> str:
-    head = f"{item.target.name}{'' if item.enabled else ' (disabled)'}: {item.target.location}"
+    head = f"{item.name}{'' if item.enabled else ' (disabled)'}: {item.location}"
     if item.problem:
         return f"{head}\n  cannot be read, see below"
-    if not os.path.isdir(item.target.location):
+    usage = item.usage
+    if usage is None:
         return f"{head}\n  is not there yet"
-    usage = item.target.usage()
     limit = "" if usage.capacity is None else f" of {format_size(usage.capacity)}"
     head += f", {format_size(usage.used)}{limit} used, {format_size(usage.free)} free"
     if not item.namespaces:
@@ -184,8 +240,8 @@ def _one(targets: list[Held], prefix: str) -> dict[str, Any]:
         "display": first.display,
         "targets": [
             {
-                "name": item.target.name,
-                "location": item.target.location,
+                "name": item.name,
+                "location": item.location,
                 **{k: v for k, v in _namespace_json(info).items() if k != "digest"},
             }
             for item, info in holders

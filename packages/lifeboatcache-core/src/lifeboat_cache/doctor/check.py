@@ -58,6 +58,12 @@ class Check:
     details: tuple[str, ...] = ()
     fix: Fix | None = None
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Check:
+        """Return the check that :meth:`to_json` was called on, without its fix."""
+        rest = {name: value for name, value in found.items() if name != "fixable"}
+        return cls(**(rest | {"details": tuple(found["details"])}))
+
     def to_json(self) -> dict[str, Any]:
         """Return the check as a JSON-able mapping."""
         return {

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lifeboat_cache.codecs.ladder import SPEED, rung_of
 from lifeboat_cache.config import FALLBACK_NAME, Storage, Tier
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.doctor.check import Check, DoctorContext
 from lifeboat_cache.errors import LifeboatError, TargetError
+from lifeboat_cache.mover.apart import Apart, Say
 from lifeboat_cache.targets.direct import supports_direct
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import check_root
 from lifeboat_cache.targets.mounts import kind_of, mount_of
 
 __all__ = ["check_targets"]
-
-#: A target that does not answer for so many seconds is on a mount that hangs.
-PATIENCE_S = 20.0
 
 #: From this part of its capacity on a store counts as full.
 _FULL = 0.95
@@ -71,39 +68,25 @@ def _order(storage: Storage, usable: Sequence[Tier]) -> Check:
 def _patiently(
     tier: Tier,
     run: Callable[[str, Tier], list[Check]] | None = None,
-    patience_s: float = PATIENCE_S,
+    patience_s: float | None = None,
 ) -> list[Check]:
     name = f"target {tier.name}"
-    results: list[Check] = []
     run = run or _check_tier
 
-    def work() -> None:
-        try:
-            results.extend(run(name, tier))
-        except Exception as error:
-            results.append(
-                Check(
-                    name,
-                    "fail",
-                    f"{tier.path} could not be checked: {type(error).__name__}: {error}",
-                    "Check the disk and its mount.",
-                )
-            )
+    def work(_request: None, _say: Say) -> list[dict[str, Any]]:
+        return [check.to_json() for check in run(name, tier)]
 
-    # A system call on a dead mount cannot be given up, so it must not hold this thread.
-    worker = threading.Thread(target=work, name=f"doctor {name}", daemon=True)
-    worker.start()
-    worker.join(patience_s)
-    if worker.is_alive():
+    # In any case in a process that can be left behind: a disk may hang too.
+    try:
+        with Apart(tier, work, always=True, patience_s=patience_s) as apart:
+            return [Check.from_json(found) for found in apart.ask(None)]
+    except LifeboatError as error:
         return [
-            Check(
-                name,
-                "fail",
-                f"{tier.path} has not answered for {patience_s:g} s",
-                "Check the mount: the server behind it may be gone.",
-            )
+            Check(name, "fail", str(error), "Check the disk, its mount, and the server behind it.")
         ]
-    return results
+    except RuntimeError as error:
+        summary = f"{tier.path} could not be checked"
+        return [Check(name, "fail", summary, "Please report this.", (str(error),))]
 
 
 @dataclass(frozen=True)

@@ -56,16 +56,16 @@ class Apart:
     always
         Whether to use a child process in any case.
     patience_s
-        A target that does not answer for so many seconds hangs. That is a matter of single
-        calls: work may take as long as it takes.
+        A target that does not answer for so many seconds hangs, by default
+        :data:`PATIENCE_S`. That is a matter of single calls: work may take as long as it takes.
     """
 
     def __init__(
-        self, tier: Tier, work: Work, *, always: bool = False, patience_s: float = PATIENCE_S
+        self, tier: Tier, work: Work, *, always: bool = False, patience_s: float | None = None
     ) -> None:
         self._tier = tier
         self._work = work
-        self._patience_s = patience_s
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._aside = always or can_hang(tier)
         self._silent = ""
         self._pid = 0
@@ -100,12 +100,15 @@ class Apart:
         Raises
         ------
         LifeboatError
-            If the target does not answer, or cannot be used.
-        OSError
-            If something failed there.
+            If the target does not answer, or something failed there.
         """
         if not self._aside:
-            return self._work(request, heard or _unheard)
+            try:
+                return self._work(request, heard or _unheard)
+            except LifeboatError:
+                raise
+            except OSError as error:
+                raise TargetError(error.errno or errno.EIO, self._said(error)) from error
         if self._silent:
             self._refuse()
         if not self._pid:
@@ -134,6 +137,10 @@ class Apart:
             return os.waitpid(self._pid, os.WNOHANG)[0] != 0
         return True
 
+    def _said(self, error: OSError) -> str:
+        where = error.filename or self._tier.path
+        return f"{where}: {error.strerror or error}: check the disk, its mount and the permissions"
+
     def _refuse(self) -> NoReturn:
         raise TargetError(errno.ETIMEDOUT, self._silent)
 
@@ -145,7 +152,7 @@ class Apart:
         pid = os.fork()
         if not pid:
             try:
-                _serve(self._work, str(self._tier.path), request, answer)
+                _serve(self._work, self._said, str(self._tier.path), request, answer)
             finally:
                 os._exit(1)
         os.close(request)
@@ -198,8 +205,6 @@ def _outcome(what: str, value: Any) -> Any:
         return value
     if what == "refused":
         raise TargetError(errno.EIO, value)
-    if what == "failed":
-        raise OSError(*value)
     raise RuntimeError(f"the work on a target failed; please report this\n{value}")
 
 
@@ -235,7 +240,9 @@ def _write(fd: int, value: Any) -> None:
 # In the child process ------------------------------------------------------------------------
 
 
-def _serve(work: Work, root: str, request: int, answer: int) -> None:
+def _serve(
+    work: Work, said: Callable[[OSError], str], root: str, request: int, answer: int
+) -> None:
     """Do what is asked until nobody asks any more."""
     # Not with the terminal's Ctrl-C, which is passed on; and whoever reads the command's
     # output must not wait for a process that is left behind.
@@ -272,7 +279,7 @@ def _serve(work: Work, root: str, request: int, answer: int) -> None:
             except LifeboatError as error:
                 tell("refused", str(error))
             except OSError as error:
-                tell("failed", (error.errno, error.strerror, error.filename))
+                tell("refused", said(error))
             except BaseException:
                 tell("broken", traceback.format_exc())
     os._exit(0)
