@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.config import load_config
+from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.registry import (
     StorePublisher,
@@ -33,6 +34,7 @@ from lifeboat_cache.store.counters import Counters
 from lifeboat_cache.store.protocol import State, TargetStatus
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver
+from lifeboat_cache.testing.blocks import sample_keys
 
 
 class Store:
@@ -146,6 +148,8 @@ def test_a_store_is_published_as_it_is(
     tier = found_groups.pop((("tier", "nvme"),))
     assert tier["tier_stored_blocks"] == tier["tier_loaded_blocks"] == 5
     assert tier["tier_load_outcome:missing"] == 1
+    looked_up = found_groups.pop((("engine", "test"),))
+    assert looked_up["lookup_seconds"] > 0
     ((labels, values),) = found_groups.items()
     assert dict(labels) == {"namespace": namespace.hex[:12], "engine": "test", "target": "nvme"}
     counters = store.counters()
@@ -158,7 +162,11 @@ def test_a_store_is_published_as_it_is(
     publisher.close()
     publisher.close()
     assert processes(home) == [], "its counts are in the totals"
-    assert groups(home) == {labels: values, (("tier", "nvme"),): tier}
+    assert groups(home) == {
+        labels: values,
+        (("tier", "nvme"),): tier,
+        (("engine", "test"),): looked_up,
+    }
 
 
 def test_counts_stay_where_they_were_shown_as_labels_become_known(
@@ -193,6 +201,15 @@ def test_namespaces_that_end_with_their_process_share_a_name(
     assert document(home)["namespace"]["name"] == "temporary"
 
 
+def stored(*outcomes: int) -> Job:
+    """A finished store job."""
+    keys = sample_keys(range(len(outcomes)))
+    job = Job("store", BlockBatch(keys, BlockBuffers.from_buffers([[b"x"] for _ in keys])))
+    job.outcomes[:] = outcomes
+    job.finish_part()
+    return job
+
+
 def test_what_was_lost_is_recent_for_ten_minutes(
     home: Path, publish: Callable[..., StorePublisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,9 +218,7 @@ def test_what_was_lost_is_recent_for_ten_minutes(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Store()
     publisher = publish(store)
-    store.counted.job(
-        "store", np.array([1, 6, 6, 8, 9], dtype=np.uint8), 100, 1.0
-    )  # ok, full twice, busy, cancelled
+    store.counted.job(stored(1, 6, 6, 8, 9))  # ok, full twice, busy, cancelled
     publisher.publish()
     assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
     for step in range(60):
@@ -211,7 +226,7 @@ def test_what_was_lost_is_recent_for_ten_minutes(
         publisher.publish()
         if now - start < RECENT_S:
             assert document(home)["recent"]["store_dropped"] == {"full": 2, "busy": 1}
-    store.counted.job("store", np.array([6], dtype=np.uint8), 0, 1.0)
+    store.counted.job(stored(6))
     now = start + RECENT_S + 30
     publisher.publish()
     assert document(home)["recent"]["store_dropped"] == {"full": 1}

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
+from lifeboat_cache.engines.prompts import PromptCounts
 from lifeboat_cache.errors import InterfaceError
 from lifeboat_cache.job import Job
 from lifeboat_cache.keys import block_keys, salt_tag, tag
+from lifeboat_cache.latency import JOB_BOUNDS
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store.block_store import BlockStore
@@ -22,6 +24,7 @@ from lifeboat_cache.version import __version__
 
 __all__ = [
     "INTERFACE_VERSION",
+    "JOB_BOUNDS",
     "BlockBatch",
     "BlockBuffers",
     "BlockStore",
@@ -31,6 +34,7 @@ __all__ = [
     "Lookup",
     "Namespace",
     "Outcome",
+    "PromptCounts",
     "State",
     "Store",
     "TargetStatus",
@@ -43,7 +47,7 @@ __all__ = [
 ]
 
 #: (major, minor) of this module.
-INTERFACE_VERSION = (1, 3)
+INTERFACE_VERSION = (1, 4)
 
 
 def require_interface(major: int, minor: int, adapter: str) -> None:

@@ -13,7 +13,10 @@ import numpy.typing as npt
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.outcome import Outcome
 
-__all__ = ["Job"]
+__all__ = ["MIXED", "Job"]
+
+#: Stands for several codecs.
+MIXED = "mixed"
 
 _GOOD = frozenset({int(Outcome.OK), int(Outcome.PRESENT)})
 
@@ -31,6 +34,9 @@ class Job:
         Payload bytes written or read and verified so far.
     seconds
         Time from submission to completion, 0.0 before.
+    codec
+        Name of the codec in which the blocks are stored, ``mixed`` if there are several; empty
+        as long as none is known.
     """
 
     __slots__ = (
@@ -40,6 +46,7 @@ class Job:
         "_on_done",
         "_parts",
         "bytes_moved",
+        "codec",
         "kind",
         "outcomes",
         "seconds",
@@ -56,6 +63,7 @@ class Job:
         self._batch: BlockBatch | None = batch
         self.outcomes: npt.NDArray[np.uint8] = np.zeros(len(batch), dtype=np.uint8)
         self.bytes_moved = 0
+        self.codec = ""
         self.submitted = time.monotonic()
         self.seconds = 0.0
         self._parts = 1
@@ -90,6 +98,11 @@ class Job:
         """
         with self._lock:
             self._parts += parts
+
+    def in_codec(self, name: str) -> None:
+        """Say in which codec some of the blocks are stored; empty says nothing."""
+        if name and name != self.codec:
+            self.codec = MIXED if self.codec else name
 
     def finish_part(self, moved: int = 0) -> bool:
         """Report one part; true if it was the last one and the job is now done."""

@@ -315,13 +315,42 @@ def _sums(totals: Mapping[str, Any]) -> str:
     moved = f"{_size(totals['loaded_bytes'])} loaded, {_size(totals['stored_bytes'])} stored"
     lines = [f"In all: {asked}; {moved}"]
     if totals["served_tokens"]:
-        lines.append(f"Tokens that were not computed: {_number(totals['served_tokens'])}")
+        lines.append(
+            f"Tokens that were not computed: {_number(totals['served_tokens'])}{_saved(totals)}"
+        )
+    lines += _latencies(totals["latency"])
     for name, text in (("store_dropped", "Not stored"), ("load_failed", "Not loaded")):
         reasons = totals[name]
         if reasons:
             shown = ", ".join(f"{reason} {_number(n)}" for reason, n in reasons.items())
             lines += textwrap.wrap(f"{text} (blocks): {shown}", _WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _saved(totals: Mapping[str, Any]) -> str:
+    """What part of all prompts that is, and how long they would have been computed."""
+    parts = []
+    if totals["prompt_tokens"]:
+        asked = _number(totals["prompt_tokens"])
+        parts.append(f"{_percent(totals['token_hit_rate'])} of {asked} asked")
+    if totals["saved_seconds"]:
+        parts.append(f"about {format_duration(totals['saved_seconds'])} of prefill")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _latencies(found: Mapping[str, Any]) -> list[str]:
+    shown = [
+        f"{name} {_seconds(found[kind]['p50_s'])} and {_seconds(found[kind]['p99_s'])}"
+        for kind, name in (("load", "loads"), ("store", "stores"), ("lookup", "lookups"))
+        if kind in found
+    ]
+    return [f"Median and 99th percentile: {', '.join(shown)}"] if shown else []
+
+
+def _seconds(value: float) -> str:
+    if value < 0.001:
+        return f"{value * 1e6:.0f} us"
+    return f"{value * 1000:.1f} ms" if value < 0.1 else format_duration(value)
 
 
 def _cut(text: object, width: int) -> str:

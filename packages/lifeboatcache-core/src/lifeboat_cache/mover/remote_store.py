@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache import spans
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.codecs.ladder import rung_of
 from lifeboat_cache.codecs.layout import KVLayout
-from lifeboat_cache.codecs.names import RAW
+from lifeboat_cache.codecs.names import RAW, codec_name
 from lifeboat_cache.config import Config
 from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.config.schema import Tier
@@ -268,6 +269,7 @@ class RemoteStore:
         miss = Lookup.RETRY if waiting else Lookup.MISS
         if not self.usable:
             return np.full(count, miss, dtype=np.uint8)
+        began = time.perf_counter()
         if pin:
             with self._lock:
                 found = self._found(keys)
@@ -275,7 +277,7 @@ class RemoteStore:
         else:
             found = self._found(keys)
         answers = np.where(np.array(found, dtype=bool), np.uint8(Lookup.HIT), np.uint8(miss))
-        self._counters.add(lookups=count, lookup_hits=sum(found))
+        self._counters.looked_up(count, sum(found), time.perf_counter() - began)
         return answers.astype(np.uint8)
 
     def _found(self, keys: Sequence[bytes]) -> list[bool]:
@@ -447,10 +449,13 @@ class RemoteStore:
             return np.flatnonzero(~same)
         outcomes[~found.found] = Outcome.MISSING
         outcomes[found.found & ~same] = Outcome.MISMATCH
+        for codec in set(found.codec[same].tolist()):
+            job.in_codec(codec_name(codec))
         return np.flatnonzero(same)
 
     def _complete(self, job: Job, reserved: int | None) -> None:
-        self._counters.job(job.kind, job.outcomes, job.bytes_moved, job.seconds)
+        self._counters.job(job)
+        spans.note_job(job, self._tier.name)
         if not job.polled:
             try:
                 job.publish()

@@ -24,7 +24,7 @@ A store's document::
                  samples, error, attention, output, ruled_out}]}
     config      {problem, restart: [keys]}: what of the configuration files is not in effect
     counters    see :class:`Counts`; labels ``namespace``, ``engine``, ``target``; what begins
-                with ``tier_`` has the label ``tier``
+                with ``tier_`` has the label ``tier``, and how long lookups took ``engine``
 
 The agent's document::
 
@@ -55,11 +55,13 @@ from lifeboat_cache.store.protocol import State, TargetStatus
 __all__ = [
     "NAMESPACE_DIGITS",
     "NOT_DROPPED",
+    "TOKEN_COUNTS",
     "PublishedCodecs",
     "PublishedStore",
     "TargetFacts",
     "agent_document",
     "dropped",
+    "lookup_values",
     "store_document",
     "store_labels",
     "store_values",
@@ -72,6 +74,16 @@ NAMESPACE_DIGITS = 12
 
 #: Outcomes that lose nothing: done, there already, or the engine is ending.
 NOT_DROPPED = frozenset({"ok", "present", "cancelled"})
+
+#: What adapters count of prompts, see :class:`~lifeboat_cache.engines.prompts.PromptCounts`.
+TOKEN_COUNTS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "served_tokens",
+    "prefill_tokens",
+    "prefill_seconds",
+    "saved_seconds",
+)
 
 _TEXT = 200
 _LABEL = re.compile(r"[^A-Za-z0-9_.:-]")
@@ -207,8 +219,7 @@ def store_document(
     store
         The store; asked for what it knows without waiting.
     facts
-        What an adapter adds: texts ``engine``, ``version`` and ``model``, the number
-        ``served_tokens``.
+        What an adapter adds, see :func:`attach`.
     queue
         Numbers ``jobs``, ``pending_bytes`` and ``limit_bytes``, as far as known.
     recent
@@ -314,12 +325,13 @@ def tier_values(target: TargetStatus) -> dict[str, float]:
     values: dict[str, float] = {
         "tier_stored_blocks": counters.blocks_stored,
         "tier_stored_bytes": counters.bytes_stored,
-        "tier_store_seconds": counters.store_seconds,
-        "tier_store_jobs": counters.store_jobs,
         "tier_loaded_blocks": counters.blocks_loaded,
         "tier_loaded_bytes": counters.bytes_loaded,
-        "tier_load_seconds": counters.load_seconds,
-        "tier_load_jobs": counters.load_jobs,
+        **{
+            f"tier_{name}": value
+            for name, value in counters.latencies.items()
+            if not name.startswith("lookup_")
+        },
     }
     for name, fact in (
         ("tier_copied_blocks", "copied_blocks"),
@@ -337,6 +349,12 @@ def tier_values(target: TargetStatus) -> dict[str, float]:
         if isinstance(reasons, Mapping):
             values.update({f"{kind}:{name}": count for name, count in reasons.items()})
     return values
+
+
+def lookup_values(counters: CounterSnapshot) -> dict[str, float]:
+    """How long lookups took, by name."""
+    found = counters.latencies.items()
+    return {name: value for name, value in found if name.startswith("lookup_")}
 
 
 def tier_labels(target: TargetStatus) -> dict[str, str]:
@@ -385,9 +403,10 @@ def store_values(counters: CounterSnapshot, facts: Mapping[str, Any]) -> dict[st
         ("load_outcome", counters.load_outcomes),
     ):
         values.update({f"{kind}:{name}": count for name, count in outcomes.items()})
-    tokens = facts.get("served_tokens")
-    if isinstance(tokens, (int, float)):
-        values["served_tokens"] = tokens
+    for name in TOKEN_COUNTS:
+        tokens = facts.get(name)
+        if isinstance(tokens, (int, float)):
+            values[name] = tokens
     return values
 
 

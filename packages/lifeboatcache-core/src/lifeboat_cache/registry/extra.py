@@ -24,9 +24,9 @@ def attach(store: object, facts: Callable[[], Mapping[str, Any]]) -> None:
         The block store.
     facts
         Called every few seconds on a thread of the store. Gives the texts ``engine``,
-        ``version`` and ``model`` and the number ``served_tokens``, which only grows, as
-        far as they are known. It must not refer to the store, which it would keep
-        from being freed.
+        ``version`` and ``model`` and numbers that only grow, as
+        :class:`~lifeboat_cache.engines.prompts.PromptCounts` counts them, as far as they are
+        known. It must not refer to the store, which it would keep from being freed.
     """
     with _guard:
         _facts[store] = facts

@@ -12,9 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from lifeboat_cache.codecs.names import CODEC_NAMES
+from lifeboat_cache.job import MIXED
+from lifeboat_cache.latency import BOUNDS, bucket_of
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.registry.health import agent_of, living_stores, problems
 from lifeboat_cache.registry.processes import ProcessEntry
@@ -26,7 +33,9 @@ _PREFIX = "lifeboat_node_"
 _STORE = ("namespace", "engine", "target")
 _TARGET = ("target",)
 _TARGET_CODEC = ("target", "codec")
+_ENGINE = ("engine",)
 _TIER = ("tier",)
+_TIER_CODEC = ("tier", "codec")
 _TIER_OUTCOME = ("tier", "outcome")
 _TIER_REASON = ("tier", "reason")
 _OUTCOME = (*_STORE, "outcome")
@@ -35,7 +44,7 @@ _CODEC = (*_STORE, "codec")
 #: What a count is shown by, beside its store: only these values.
 _SPLITS = {
     "outcome": frozenset(outcome.name.lower() for outcome in Outcome),
-    "codec": frozenset(CODEC_NAMES),
+    "codec": frozenset(CODEC_NAMES) | {MIXED, "unknown"},
     "reason": frozenset({"queue", "closed", "gone"}) | {one.name.lower() for one in Outcome},
 }
 
@@ -55,14 +64,17 @@ class MetricInfo:
         Its type, its labels and what it says.
     counted
         Which count it shows (see :class:`Counts`); empty for a gauge. One that ends in
-        ``:`` is shown by its last label.
+        ``:`` is shown by its last label. Of a histogram how the names of its counts begin.
+    bounds
+        Of a histogram: where its buckets end.
     """
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     meaning: str
     counted: str = ""
+    bounds: tuple[float, ...] = ()
 
 
 def _counter(counted: str, labels: tuple[str, ...], meaning: str) -> MetricInfo:
@@ -76,10 +88,20 @@ def _gauge(name: str, labels: tuple[str, ...], meaning: str) -> MetricInfo:
     return MetricInfo(f"{_PREFIX}{name}", "gauge", labels, meaning)
 
 
+def _histogram(name: str, labels: tuple[str, ...], meaning: str) -> MetricInfo:
+    bounds = BOUNDS[name.rpartition("_")[2]]
+    return MetricInfo(f"{_PREFIX}{name}_seconds", "histogram", labels, meaning, name, bounds)
+
+
 _COUNTERS = (
     _counter("lookups", _STORE, "Blocks asked for."),
     _counter("lookup_hits", _STORE, "Blocks asked for and found."),
+    _counter("prompt_tokens", _STORE, "Tokens of the prompts that engines were asked."),
+    _counter("cached_tokens", _STORE, "Of these, not computed, whoever kept their KV."),
     _counter("served_tokens", _STORE, "Prompt tokens whose KV was loaded and not computed."),
+    _counter("saved_seconds", _STORE, "Seconds that engines would have computed these."),
+    _counter("prefill_tokens", _STORE, "Tokens of the prefills from which that is known."),
+    _counter("prefill_seconds", _STORE, "Seconds that these took."),
     _counter("loaded_blocks", _STORE, "Blocks read and verified."),
     _counter("loaded_bytes", _STORE, "Bytes read and verified."),
     _counter("load_seconds", _STORE, "Seconds from submission to completion, over load jobs."),
@@ -99,12 +121,8 @@ _COUNTERS = (
     _counter("bad_journal_entries", _STORE, "Journal entries that were skipped as damaged."),
     _counter("tier_stored_blocks", _TIER, "Blocks that stores wrote to the tier."),
     _counter("tier_stored_bytes", _TIER, "Bytes of KV in them."),
-    _counter("tier_store_seconds", _TIER, "Seconds of the tier's store jobs."),
-    _counter("tier_store_jobs", _TIER, "Store jobs of the tier."),
     _counter("tier_loaded_blocks", _TIER, "Blocks that stores read from the tier."),
     _counter("tier_loaded_bytes", _TIER, "Bytes of KV in them."),
-    _counter("tier_load_seconds", _TIER, "Seconds of the tier's load jobs."),
-    _counter("tier_load_jobs", _TIER, "Load jobs of the tier."),
     _counter("tier_store_outcome:", _TIER_OUTCOME, "Blocks offered to the tier, by outcome."),
     _counter("tier_load_outcome:", _TIER_OUTCOME, "Blocks asked of the tier, by outcome."),
     _counter("tier_copied_blocks", _TIER, "Blocks copied to the tier from others."),
@@ -158,8 +176,14 @@ _GAUGES = (
     _gauge("namespace_info", ("namespace", "engine", "model"), "1 for each namespace in use."),
 )
 
+_HISTOGRAMS = (
+    _histogram("tier_load", _TIER_CODEC, "Load jobs of the tier, from submission to completion."),
+    _histogram("tier_store", _TIER_CODEC, "Store jobs of the tier, from submission to completion."),
+    _histogram("lookup", _ENGINE, "Lookups of the blocks of a request."),
+)
+
 #: Every metric, in the order in which they are shown.
-METRICS = _GAUGES + _COUNTERS
+METRICS = _GAUGES + _COUNTERS + _HISTOGRAMS
 
 
 def families(snapshot: Snapshot) -> list[Metric]:
@@ -167,6 +191,9 @@ def families(snapshot: Snapshot) -> list[Metric]:
     gauges = _gauges(snapshot.entries, _kept(snapshot))
     out: list[Metric] = []
     for info in METRICS:
+        if info.kind == "histogram":
+            out += _timed(info, snapshot)
+            continue
         samples = gauges.get(info.name) if info.kind == "gauge" else _counts(info, snapshot)
         if not samples:
             continue
@@ -202,6 +229,39 @@ def _counts(info: MetricInfo, snapshot: Snapshot) -> _Samples:
                 labels[last] = value_of if value_of in _SPLITS[last] else OTHER
                 samples[tuple(labels[label] for label in info.labels)] += value
     return samples
+
+
+def _timed(info: MetricInfo, snapshot: Snapshot) -> list[Metric]:
+    """A histogram, if anything of it was counted."""
+    split = info.labels[-1] in _SPLITS
+    names = info.labels[:-1] if split else info.labels
+    buckets: dict[tuple[str, ...], list[float]] = {}
+    seconds: dict[tuple[str, ...], float] = defaultdict(float)
+    for pairs, values in snapshot.counts.groups():
+        labels = dict(pairs)
+        if sorted(labels) != sorted(names):
+            continue
+        for name, value in values.items():
+            kind, *parts = name.split(":")
+            if kind not in (f"{info.counted}_bucket", f"{info.counted}_seconds"):
+                continue
+            if split:
+                part = parts.pop(0) if parts else ""
+                labels[info.labels[-1]] = part if part in _SPLITS[info.labels[-1]] else OTHER
+            key = tuple(labels[label] for label in info.labels)
+            if kind.endswith("_seconds"):
+                seconds[key] += value
+            else:
+                row = buckets.setdefault(key, [0.0] * (len(info.bounds) + 1))
+                row[bucket_of(parts[0] if parts else "", info.bounds)] += value
+    if not buckets:
+        return []
+    family = HistogramMetricFamily(info.name, info.meaning, labels=info.labels)
+    ends = [*(f"{bound:g}" for bound in info.bounds), "+Inf"]
+    for key, row in buckets.items():
+        sums = [sum(row[: number + 1]) for number in range(len(row))]
+        family.add_metric(key, list(zip(ends, sums, strict=True)), seconds[key])
+    return [family]
 
 
 def _kept(snapshot: Snapshot) -> set[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lifeboat_cache.codecs.names import CODEC_NAMES
+from lifeboat_cache.latency import BOUNDS, quantile
 from lifeboat_cache.registry.counts import Counts
-from lifeboat_cache.registry.document import NOT_DROPPED
+from lifeboat_cache.registry.document import NOT_DROPPED, TOKEN_COUNTS
 from lifeboat_cache.registry.health import agent_of, problems
 from lifeboat_cache.registry.processes import ProcessEntry
 from lifeboat_cache.registry.totals import Snapshot
@@ -21,7 +22,7 @@ __all__ = ["AgentFacts", "overview"]
 _SUMS = (
     "lookups",
     "lookup_hits",
-    "served_tokens",
+    *TOKEN_COUNTS,
     "loaded_blocks",
     "loaded_bytes",
     "load_seconds",
@@ -152,6 +153,7 @@ def _items(value: Any) -> list[Mapping[str, Any]]:
 def _sums(counts: Counts) -> dict[str, Any]:
     sums: dict[str, Any] = {name: counts.total(name) for name in _SUMS}
     sums["hit_rate"] = _rate(sums["lookup_hits"], sums["lookups"])
+    sums["token_hit_rate"] = _rate(sums["served_tokens"], sums["prompt_tokens"])
     for name, kind in (("store_dropped", "store_outcome"), ("load_failed", "load_outcome")):
         outcomes = counts.parts(kind)
         sums[name] = {
@@ -160,7 +162,26 @@ def _sums(counts: Counts) -> dict[str, Any]:
             if count and reason not in NOT_DROPPED
         }
     sums["codecs"] = _codecs(counts)
+    sums["latency"] = _latency(counts)
     return sums
+
+
+def _latency(counts: Counts) -> dict[str, dict[str, Any]]:
+    """By what is timed: how many there were, and their percentiles; over tiers and codecs."""
+    out: dict[str, dict[str, Any]] = {}
+    for kind, name in (("load", "tier_load"), ("store", "tier_store"), ("lookup", "lookup")):
+        buckets: dict[str, float] = {}
+        for tail, count in counts.parts(f"{name}_bucket").items():
+            end = tail.rpartition(":")[2]
+            buckets[end] = buckets.get(end, 0) + count
+        if buckets:
+            out[kind] = {
+                "count": sum(buckets.values()),
+                "p50_s": quantile(buckets, 0.5, BOUNDS[kind]),
+                "p99_s": quantile(buckets, 0.99, BOUNDS[kind]),
+                "buckets": buckets,
+            }
+    return out
 
 
 def _codecs(counts: Counts) -> dict[str, dict[str, float]]:
@@ -191,8 +212,14 @@ def _totals(found: Snapshot) -> dict[str, Any]:
 
 
 def _target(target: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
-    own = Counts()
+    own, timed = Counts(), Counts()
     for labels, values in counts.groups():
         if dict(labels) == {"target": target.get("name")}:
             own.add(dict(labels), values)
-    return {**target, **{name: own.total(name) for name in _TARGET_SUMS}}
+        elif dict(labels) == {"tier": target.get("name")}:
+            timed.add(dict(labels), values)
+    return {
+        **target,
+        **{name: own.total(name) for name in _TARGET_SUMS},
+        "latency": _latency(timed),
+    }

@@ -15,6 +15,7 @@ from lifeboat_cache.registry.document import (
     PublishedCodecs,
     PublishedStore,
     dropped,
+    lookup_values,
     store_document,
     store_labels,
     store_values,
@@ -24,7 +25,6 @@ from lifeboat_cache.registry.document import (
 from lifeboat_cache.registry.extra import facts_of
 from lifeboat_cache.registry.registration import Registration, Role
 from lifeboat_cache.registry.totals import fold
-from lifeboat_cache.store.protocol import TargetStatus
 
 __all__ = ["RECENT_S", "StorePublisher"]
 
@@ -181,16 +181,20 @@ class StorePublisher:
             self._counts.add(labels, more)
         for name, value in values.items():
             self._counted[name] = max(value, self._counted.get(name, 0))
+        self._count_apart({"engine": labels["engine"]}, "", lookup_values(self._store.counters()))
         for target in self._store.targets():
-            self._count_tier(target)
+            self._count_apart(tier_labels(target), target.name, tier_values(target))
 
-    def _count_tier(self, target: TargetStatus) -> None:
-        counted = self._of_tiers.setdefault(target.name, {})
-        values = {name: value for name, value in tier_values(target).items() if value}
+    def _count_apart(
+        self, labels: Mapping[str, str], name_of: str, found: Mapping[str, float]
+    ) -> None:
+        """Add what has grown of the counts of one target, or of none."""
+        counted = self._of_tiers.setdefault(name_of, {})
+        values = {name: value for name, value in found.items() if value}
         more = {name: value - counted.get(name, 0) for name, value in values.items()}
         more = {name: value for name, value in more.items() if value > 0}
         if more:
-            self._counts.add(tier_labels(target), more)
+            self._counts.add(labels, more)
             counted.update({name: values[name] for name in more})
 
     def _recent(self) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache import kernels
+from lifeboat_cache import kernels, spans
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.checksum import Binding, preferred_algorithm
 from lifeboat_cache.clock import coarse_time
 from lifeboat_cache.codecs.layout import KVLayout
-from lifeboat_cache.codecs.names import EXACT, RAW
+from lifeboat_cache.codecs.names import EXACT, RAW, codec_name
 from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.format.journal import Entries
@@ -283,6 +283,7 @@ class BlockStore:
         state = self._state
         if state in (State.DISABLED, State.CLOSED):
             return np.zeros(len(keys), dtype=np.uint8)
+        began = time.perf_counter()
         miss = Lookup.MISS if state is State.READY else Lookup.RETRY
         if pin:
             with self._lock:
@@ -292,7 +293,7 @@ class BlockStore:
             found = self._found(keys)
         answers = np.where(np.array(found, dtype=bool), np.uint8(Lookup.HIT), np.uint8(miss))
         hits = sum(found)
-        self._counters.add(lookups=len(keys), lookup_hits=hits)
+        self._counters.looked_up(len(keys), hits, time.perf_counter() - began)
         if hits >= _AHEAD_LEAST:
             self._open_ahead([key for key, hit in zip(keys, found, strict=True) if hit])
         return answers.astype(np.uint8)
@@ -625,7 +626,8 @@ class BlockStore:
             self._complete(job, reserved)
 
     def _complete(self, job: Job, reserved: int) -> None:
-        self._counters.job(job.kind, job.outcomes, job.bytes_moved, job.seconds)
+        self._counters.job(job)
+        spans.note_job(job, "" if self._target is None else self._target.name)
         if job.kind == "store":
             self._say_full(job)
         interrupted: BaseException | None = None
@@ -705,6 +707,7 @@ class BlockStore:
         done = np.flatnonzero(task.outcomes == Outcome.OK)
         blocks, stored = done.shape[0], int(task.lengths[done].sum())
         self._counters.moved(job.kind, stored)
+        job.in_codec(codec_name(task.codec))
         counts = self._policy.counts
         # The sizes come from the task: to ask a large batch for those of all of its blocks, for
         # each task of it, has cost as much as reading them, beside a busy interpreter.

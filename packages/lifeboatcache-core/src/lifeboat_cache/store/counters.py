@@ -7,12 +7,14 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from lifeboat_cache.job import Job
+from lifeboat_cache.latency import BOUNDS, Latency
 from lifeboat_cache.outcome import Outcome
 
 __all__ = ["CounterSnapshot", "Counters"]
+
+#: What storage was waited for in vain.
+_SLOW = frozenset({"failed", "timeout"})
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class CounterSnapshot:
         What recovery read, how long it took, journal entries it had to skip.
     store_jobs, load_jobs
         Jobs that are done.
+    latencies
+        How long jobs that moved blocks took, by their codec, and lookups: counts by name, as
+        :meth:`Latency.values` gives them.
     """
 
     blocks_stored: int = 0
@@ -54,6 +59,7 @@ class CounterSnapshot:
     bad_entries: int = 0
     store_jobs: int = 0
     load_jobs: int = 0
+    latencies: dict[str, float] = field(default_factory=dict)
 
     def __add__(self, other: CounterSnapshot) -> CounterSnapshot:
         """The totals of both."""
@@ -76,6 +82,8 @@ class Counters:
         self._numbers: Counter[str] = Counter()
         self._seconds: dict[str, float] = {"store": 0.0, "load": 0.0, "recovery": 0.0}
         self._outcomes: dict[str, Counter[str]] = {"store": Counter(), "load": Counter()}
+        # By what is timed, and the codec.
+        self._latencies: dict[tuple[str, str], Latency] = {}
 
     def add(self, **amounts: int) -> None:
         """Add to whole-number totals by name."""
@@ -92,9 +100,17 @@ class Counters:
         with self._lock:
             self._numbers["bytes_written" if kind == "store" else "bytes_read"] += stored
 
-    def job(self, kind: str, outcomes: npt.NDArray[np.uint8], moved: int, seconds: float) -> None:
+    def looked_up(self, keys: int, hits: int, seconds: float) -> None:
+        """Account for a lookup."""
+        with self._lock:
+            self._numbers["lookups"] += keys
+            self._numbers["lookup_hits"] += hits
+            self._time("lookup", "", seconds)
+
+    def job(self, job: Job) -> None:
         """Account for a finished job."""
-        values = outcomes.tobytes()  # unlike an array's, its methods keep the interpreter
+        kind, moved, seconds = job.kind, job.bytes_moved, job.seconds
+        values = job.outcomes.tobytes()  # unlike an array's, its methods keep the interpreter
         names = {Outcome(value).name.lower(): values.count(value) for value in set(values)}
         done = names.get("ok", 0)
         verb = "stored" if kind == "store" else "loaded"
@@ -104,6 +120,15 @@ class Counters:
             self._numbers[f"blocks_{verb}"] += done
             self._numbers[f"bytes_{verb}"] += moved
             self._numbers[f"{kind}_jobs"] += 1
+            # What was refused, or there already, took no time that says anything.
+            if moved or not _SLOW.isdisjoint(names):
+                self._time(kind, job.codec or "unknown", seconds)
+
+    def _time(self, what: str, codec: str, seconds: float) -> None:
+        latency = self._latencies.get((what, codec))
+        if latency is None:
+            latency = self._latencies[what, codec] = Latency(BOUNDS[what])
+        latency.add(seconds)
 
     def snapshot(self) -> CounterSnapshot:
         """The totals now."""
@@ -114,5 +139,10 @@ class Counters:
                 recovery_seconds=self._seconds["recovery"],
                 store_outcomes=dict(self._outcomes["store"]),
                 load_outcomes=dict(self._outcomes["load"]),
+                latencies={
+                    name: value
+                    for (what, codec), latency in self._latencies.items()
+                    for name, value in latency.values(what, codec).items()
+                },
                 **self._numbers,
             )

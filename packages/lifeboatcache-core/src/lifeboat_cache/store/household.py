@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from lifeboat_cache import spans
+
 if TYPE_CHECKING:
     from lifeboat_cache.registry.document import PublishedCodecs
     from lifeboat_cache.registry.publisher import StorePublisher
@@ -69,6 +71,7 @@ class Household:
     def begin(self, store: Store) -> None:
         """See :class:`Companion`."""
         self._guarded(lambda: self._publish(store))
+        self._guarded(spans.begin)
         self.tick()
 
     def _publish(self, store: Store) -> None:
@@ -95,6 +98,7 @@ class Household:
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             self._guarded(publisher.close)
+        self._guarded(spans.end)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

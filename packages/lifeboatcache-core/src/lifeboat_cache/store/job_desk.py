@@ -50,7 +50,7 @@ class JobDesk:
         """A part of a job is done; see to it that its owner hears if it was the last one."""
         if not job.finish_part(moved):
             return
-        self._counters.job(job.kind, job.outcomes, job.bytes_moved, job.seconds)
+        self._counters.job(job)
         interrupted: BaseException | None = None
         if not job.polled:
             try:

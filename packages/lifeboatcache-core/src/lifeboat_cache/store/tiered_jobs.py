@@ -92,6 +92,7 @@ class Ladder:
                 good = outcomes == Outcome.OK
                 if good.any():
                     self._copier.stored(member, _keys(batch, good))
+            job.in_codec(part.codec)
             self._desk.finish_part(job, part.bytes_moved)
 
         self._start(member, "store", batch, done)
@@ -111,6 +112,7 @@ class Ladder:
                 mine[better] = outcomes[better]
                 more = max(0, part.bytes_moved - moved[0])
                 moved[0] += more
+            job.in_codec(part.codec)
             self._desk.finish_part(job, more)
 
         batch = job.batch
@@ -187,6 +189,7 @@ class Ladder:
                 self._distribute(job, batch.take(rest), at, members[1:], promote)
             if promote and good.any():
                 self._copier.loaded(member, _keys(batch, good))
+            job.in_codec(part.codec)
             self._desk.finish_part(job, part.bytes_moved)
 
         self._start(member, "load", batch, done)

@@ -15,6 +15,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from lifeboat_cache import spans
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
@@ -288,6 +289,7 @@ class TieredStore:
         return answers
 
     def _lookup(self, keys: Sequence[bytes], pin: bool) -> npt.NDArray[np.uint8]:
+        began = time.perf_counter()
         count = len(keys)
         answers: npt.NDArray[np.uint8] | None = None
         hits = 0
@@ -315,7 +317,9 @@ class TieredStore:
             retry = not self._closed and not self._refusal and self._undecided()
             if retry or int(answers.max()) == _RETRY:
                 answers[answers != _HIT] = _RETRY if retry else _MISS
-        self._counters.add(lookups=count, lookup_hits=hits)
+        seconds = time.perf_counter() - began
+        self._counters.looked_up(count, hits, seconds)
+        spans.note_lookup(count, hits, seconds)
         return answers
 
     def _pinned(

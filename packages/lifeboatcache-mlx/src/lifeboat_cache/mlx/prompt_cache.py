@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 import weakref
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ class PersistentPromptCache:
     def _begin(self, name: str, config: str | Path | None) -> None:
         import mlx_lm
 
-        require_interface(1, 2, "lifeboatcache-mlx")
+        require_interface(1, 4, "lifeboatcache-mlx")
         if not is_tested(str(mlx_lm.__version__)):
             _log.warning(
                 "LifeboatCache was tested with mlx-lm %s, this is %s: if something is wrong, use "
@@ -164,9 +165,10 @@ class PersistentPromptCache:
     ) -> tuple[list[Any], int] | None:
         """As :meth:`fetch`, if more than ``held`` tokens are stored; otherwise ``None``."""
         restored = self._restore(tokens, held, max_kv_size, quantization)
+        more = 0 if restored is None else restored.tokens - held
+        self._published.asked(len(tokens), held, more)
         if restored is None:
             return None
-        self._published.served(restored.tokens - held)
         return restored.cache, restored.tokens
 
     def store(
@@ -255,6 +257,7 @@ class PersistentPromptCache:
             if told is not None:
                 told(done, total)
 
+        first, began = len(tokens), time.monotonic()
         try:
             for response in mlx_stream_generate(
                 self._model,
@@ -264,6 +267,8 @@ class PersistentPromptCache:
                 prompt_progress_callback=progress,
                 **kwargs,
             ):
+                if len(tokens) == first:
+                    self._published.computed(first - held, began, time.monotonic())
                 tokens.append(int(response.token))
                 yield response
         finally:

@@ -33,7 +33,12 @@ from lifeboat_cache.config import Config, load_config
 from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.engines.guard import guarded
 from lifeboat_cache.errors import LifeboatError
-from lifeboat_cache.integrations import sglang_epoch, sglang_exit, sglang_lora
+from lifeboat_cache.integrations import (
+    sglang_epoch,
+    sglang_exit,
+    sglang_lora,
+    sglang_prompts,
+)
 from lifeboat_cache.integrations.sglang_identity import find_namespace
 from lifeboat_cache.integrations.sglang_keys import PageKeys, is_sharded
 from lifeboat_cache.integrations.sglang_moves import Mover, Pages
@@ -93,7 +98,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         self._given = dict(kwargs or {})
         self._pools: dict[str, _Pool] = {}
         self._mover = Mover()
-        self._published = Published(str(storage_config.model_name or ""))
+        self._published = self._new_published()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._epoch = ""
@@ -126,7 +131,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             _log.warning("LifeboatCache: pages move without a copy: %s", exc)
 
     def _begin(self, config: str | None) -> None:
-        require_interface(1, 3, "lifeboatcache-sglang")
+        require_interface(1, 4, "lifeboatcache-sglang")
         settings: Config | None = self._given.get("config")
         self._config = settings
         if settings is None:
@@ -148,6 +153,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         # First: without it nobody would notice that weights change.
         sglang_epoch.on_change(self._weights_changed)
         sglang_exit.install()
+        sglang_prompts.install()
         try:
             resolved = get_context().resolved_server_args_dict()
         except Exception:
@@ -163,11 +169,16 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         if self._config is None:
             raise RuntimeError("the backend stands down and opens no store")
         store = open_block_store(self._config, namespace)
-        self._published = Published(str(self._storage_config.model_name or ""))
+        self._published = self._new_published()
         attach(store, self._published.facts)
         for pool in tuple(self._pools.values()):
             self._describe(store, pool.pages)
         return store
+
+    def _new_published(self) -> Published:
+        config = self._storage_config
+        ranks = (getattr(config, name, 0) or 0 for name in ("tp_rank", "pp_rank"))
+        return Published(str(config.model_name or ""), first=not any(ranks))
 
     @staticmethod
     def _describe(store: Store, pages: PoolPages) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
-from lifeboat_cache.interface import Job, Outcome, Store
+from lifeboat_cache.interface import JOB_BOUNDS, Job, Outcome, Store
 
 __all__ = ["TierMetrics"]
 
@@ -42,6 +42,7 @@ class TierMetrics:
 
     def __init__(self, engine_id: str) -> None:
         self._counts: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._taken: list[tuple[str, str, float]] = []  # what, codec, seconds
         self._engine = _engines.setdefault(engine_id, _Engine())
         self._engine.tiers.add(self)
         self._indexed = 0  # of this tier
@@ -50,18 +51,26 @@ class TierMetrics:
     @staticmethod
     def definitions() -> dict[str, Any]:
         """Name to vLLM's metric metadata. Prometheus adds ``_total`` to counters."""
-        from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+        from vllm.v1.kv_offload.base import (
+            OffloadingCounterMetadata,
+            OffloadingGaugeMetadata,
+            OffloadingHistogramMetadata,
+        )
 
         return {
             _STORED_BLOCKS: OffloadingCounterMetadata("Chunks written to storage."),
             _STORED_BYTES: OffloadingCounterMetadata("KV bytes written to storage."),
-            _STORE_SECONDS: OffloadingCounterMetadata(
-                "Seconds from submission to completion, summed over store jobs."
+            _STORE_SECONDS: OffloadingHistogramMetadata(
+                "Store jobs that moved chunks, from submission to completion.",
+                labelnames=("codec",),
+                buckets=JOB_BOUNDS,
             ),
             _LOADED_BLOCKS: OffloadingCounterMetadata("Chunks read from storage and verified."),
             _LOADED_BYTES: OffloadingCounterMetadata("KV bytes read from storage and verified."),
-            _LOAD_SECONDS: OffloadingCounterMetadata(
-                "Seconds from submission to completion, summed over load jobs."
+            _LOAD_SECONDS: OffloadingHistogramMetadata(
+                "Load jobs that moved chunks, from submission to completion.",
+                labelnames=("codec",),
+                buckets=JOB_BOUNDS,
             ),
             _STORE_DROPS: OffloadingCounterMetadata(
                 "Chunks not stored, by reason.", labelnames=("reason",)
@@ -91,7 +100,9 @@ class TierMetrics:
                     _STORE_DROPS if storing else _LOAD_FAILURES, amount, (outcome.name.lower(),)
                 )
         self._add(_STORED_BYTES if storing else _LOADED_BYTES, job.bytes_moved)
-        self._add(_STORE_SECONDS if storing else _LOAD_SECONDS, job.seconds)
+        if job.bytes_moved:
+            name = _STORE_SECONDS if storing else _LOAD_SECONDS
+            self._taken.append((name, job.codec or "unknown", job.seconds))
 
     def disabled(self, chunks: int) -> None:
         """Account for chunks that were to be stored without a store."""
@@ -101,7 +112,7 @@ class TierMetrics:
         """VLLM's stats object with everything since the last call, ``None`` if nothing."""
         self._indexed = len(store) if store is not None else 0
         indexed = sum(tier._indexed for tier in self._engine.tiers)
-        if not self._counts and indexed == self._shown:
+        if not self._counts and not self._taken and indexed == self._shown:
             return None
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
             OffloadingConnectorStats,
@@ -112,6 +123,9 @@ class TierMetrics:
             if amount:
                 stats.increase_counter(name, amount, labels)
         self._counts.clear()
+        for name, codec, seconds in self._taken:
+            stats.observe_histogram(name, seconds, (codec,))
+        self._taken.clear()
         if indexed != self._shown:
             stats.set_gauge(_INDEXED, indexed)
             self._shown = indexed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.config.paths import home_directory
+from lifeboat_cache.integrations.vllm_prompts import prompts
 from lifeboat_cache.integrations.vllm_requests import split_key
-from lifeboat_cache.interface import Outcome
+from lifeboat_cache.interface import Outcome, PromptCounts
 from lifeboat_cache.registry import stands_down
 
 __all__ = ["Published", "show_stand_down"]
@@ -34,21 +35,25 @@ def show_stand_down(reason: str) -> None:
 
 
 class Published:
-    """Counts the tokens that one store has given back.
+    """Counts the tokens that one store has given back, and shows those of all prompts.
 
     Parameters
     ----------
     spec
         vLLM's offloading spec, which says how many tokens a chunk holds.
+    counts
+        Where the process counts them.
     """
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: Any, counts: PromptCounts = prompts) -> None:
+        self._counts = counts
+        self._served = 0
+        self._sums: defaultdict[str, float] = defaultdict(float)
         blocks = getattr(spec, "blocks_per_chunk", 0)
         # Of the groups of layers in vLLM's order; unknown in a release that says it otherwise.
         self._tokens = [
             int(tokens) * int(blocks) for tokens in getattr(spec, "tokens_per_block", ())
         ]
-        self._served = 0
 
     def loaded(self, keys: Sequence[bytes], outcomes: npt.NDArray[np.uint8]) -> None:
         """Count a load job. Every group of layers holds the same tokens: they count once."""
@@ -60,7 +65,7 @@ class Published:
                 for key, outcome in zip(keys, outcomes.tolist(), strict=True)
                 if outcome == Outcome.OK
             )
-        self._served += max(
+        tokens = max(
             (
                 count * self._tokens[group]
                 for group, count in groups.items()
@@ -68,9 +73,15 @@ class Published:
             ),
             default=0,
         )
+        if tokens:
+            self._served += tokens
+            self._counts.served(tokens)
 
     def facts(self) -> dict[str, Any]:
         """What is published; asked on a thread of the store."""
         import vllm
 
-        return {"engine": "vllm", "version": vllm.__version__, "served_tokens": self._served}
+        for name, more in self._counts.take().items():
+            self._sums[name] += more
+        own = {"served_tokens": self._served}
+        return {"engine": "vllm", "version": vllm.__version__, **self._sums, **own}

@@ -37,7 +37,7 @@ from lifeboat_cache.config import load_config
 from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.engines.guard import guarded
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
-from lifeboat_cache.integrations import vllm_epoch, vllm_lora
+from lifeboat_cache.integrations import vllm_epoch, vllm_lora, vllm_prompts
 from lifeboat_cache.integrations.vllm_handover import engine_config
 from lifeboat_cache.integrations.vllm_layout import UnknownLayoutError, chunk_layouts
 from lifeboat_cache.integrations.vllm_lora import EngineAdapters
@@ -157,7 +157,7 @@ class LifeboatTier(SecondaryTierManager):
             show_stand_down("it could not start: see the log, and report this")
 
     def _begin(self, config: Path | None) -> None:
-        require_interface(1, 3, "lifeboatcache-vllm")
+        require_interface(1, 4, "lifeboatcache-vllm")
         handed = engine_config(self._offloading_spec.config.engine_id)
         if handed is not None:
             # Of this engine: others of the process may apply the same adapters otherwise.
@@ -169,6 +169,7 @@ class LifeboatTier(SecondaryTierManager):
             self._layouts = self._describe(handed.vllm_config, handed.kv_cache_config)
         # First: without it nobody would notice that weights change.
         vllm_epoch.on_change(self._weights_changed)
+        vllm_prompts.install()
         self._store = self._open(
             partial(self._identify, settings.security.namespace_salt.get_secret_value())
         )
