@@ -31,6 +31,8 @@ class Faults:
     broken: bool = False
     gate: threading.Event = field(default_factory=threading.Event)
     probes: int = 0
+    #: Held by what makes files: nothing is made any more once it is broken.
+    making: threading.RLock = field(default_factory=threading.RLock)
 
     def check(self) -> None:
         if self.broken:
@@ -47,13 +49,15 @@ class Breakable(FilesystemTarget):
     def probe(self) -> None:
         self.faults.probes += 1
         self.faults.gate.wait()
-        if self.faults.broken:
-            raise TargetError(errno.EIO, f"{self.location} is broken: mend it")
-        super().probe()
+        with self.faults.making:
+            if self.faults.broken:
+                raise TargetError(errno.EIO, f"{self.location} is broken: mend it")
+            super().probe()
 
     def writer(self, namespace: Namespace) -> TargetWriter:
-        self.faults.check()
-        writer = super().writer(namespace)
+        with self.faults.making:
+            self.faults.check()
+            writer = super().writer(namespace)
         reserve, faults = writer.reserve, self.faults
 
         def gated(entries: Entries, part_bytes: int) -> list[Reservation]:
@@ -107,7 +111,8 @@ class Tier:
 
     def break_(self) -> None:
         """It fails from now on."""
-        self.faults.broken = True
+        with self.faults.making:
+            self.faults.broken = True
 
     def mend(self) -> None:
         """It works again."""

@@ -481,6 +481,21 @@ def test_what_is_deleted_while_a_target_is_away_does_not_come_back_with_it(
     assert held(tiers["nfs"], namespace, 6) == 3
 
 
+def test_a_store_that_fails_does_not_bring_back_what_was_deleted(
+    tiers: dict[str, Tier], open_ladder: Open
+) -> None:
+    driver = open_ladder(tiers["nvme"])
+    assert driver.store(range(3)) == [OK] * 3
+    tiers["nvme"].break_()
+    driver.store(range(3, 4))
+    until(lambda: status(driver, "nvme")["state"] is State.DISABLED)
+    driver.delete(range(2))
+    assert driver.store([0]) == [Outcome.DISABLED]
+    tiers["nvme"].mend()
+    until(lambda: status(driver, "nvme")["state"] is State.READY)
+    assert driver.lookup(range(3)) == [MISS, MISS, HIT]
+
+
 # --- targets that fail, and come back -------------------------------------------------------------
 
 

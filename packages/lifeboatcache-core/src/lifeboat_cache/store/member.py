@@ -276,7 +276,7 @@ class Member:
                 self._in_debt |= hide or store is None or not store.usable
 
     def wanted(self, keys: Sequence[bytes]) -> None:
-        """Blocks are stored again: they are not to be deleted any more."""
+        """Blocks have been stored again: they are not to be deleted any more."""
         if self._owed:
             with self._owing:
                 self._owed.difference_update(keys)

@@ -35,6 +35,8 @@ class Ladder:
         Where jobs are finished.
     copier
         Is told what has been stored and loaded.
+    stored
+        Called with the keys of blocks that a target has kept.
 
     Attributes
     ----------
@@ -42,9 +44,12 @@ class Ladder:
         Whether what one target has not done goes to no other.
     """
 
-    def __init__(self, desk: JobDesk, copier: Copier) -> None:
+    def __init__(
+        self, desk: JobDesk, copier: Copier, stored: Callable[[Sequence[bytes]], None]
+    ) -> None:
         self._desk = desk
         self._copier = copier
+        self._stored = stored
         self._merging = threading.Lock()
         self.cancelling = False
 
@@ -78,6 +83,7 @@ class Ladder:
         def done(part: Job) -> None:
             outcomes = part.outcomes
             _put(job, rows, outcomes)
+            self._note(batch, outcomes)
             rest = np.flatnonzero(~np.isin(outcomes, _FINAL))
             if rest.shape[0] and not self.cancelling:
                 left = (*tried, member)
@@ -99,11 +105,13 @@ class Ladder:
 
     def _store_everywhere(self, job: Job, order: Sequence[Member]) -> None:
         """Store all blocks on all targets; what any of them has kept is good."""
+        batch = job.batch
         job.add_parts(len(order) - 1)
         moved = [0]
 
         def done(part: Job) -> None:
             outcomes = part.outcomes
+            self._note(batch, outcomes)
             with self._merging:
                 mine = job.outcomes
                 # In order of preference: stored, there already, whatever else.
@@ -115,9 +123,13 @@ class Ladder:
             job.in_codec(part.codec)
             self._desk.finish_part(job, more)
 
-        batch = job.batch
         for member in order:
             self._start(member, "store", batch, done)
+
+    def _note(self, batch: BlockBatch, outcomes: npt.NDArray[np.uint8]) -> None:
+        good = (outcomes == Outcome.OK) | (outcomes == Outcome.PRESENT)
+        if good.any():
+            self._stored(_keys(batch, good))
 
     # Loading ----------------------------------------------------------------
 

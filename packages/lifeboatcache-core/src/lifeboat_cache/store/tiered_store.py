@@ -117,7 +117,7 @@ class TieredStore:
         self._fast = by_speed(self._members)
         self._mode: WriteMode = tiering.mode()
         self._copier = Copier(lambda: self._members, self._desk.wait_loads)
-        self._ladder = Ladder(self._desk, self._copier)
+        self._ladder = Ladder(self._desk, self._copier, self._stored)
         self._gone: list[Member] = []  # taken out of the configuration
         self._layouts: dict[int, KVLayout] = {}
         self._pins: defaultdict[bytes, list[Member]] = defaultdict(list)
@@ -420,11 +420,14 @@ class TieredStore:
         job = Job("store", batch, on_done)
         self._desk.admit(job)
         self._copier.wanted(batch.keys)
-        for member in self._members:
-            member.wanted(batch.keys)
         if not self._ladder.store(job, self._members, self._mode):
             self._keep_waiting(job)
         return job
+
+    def _stored(self, keys: Sequence[bytes]) -> None:
+        """Blocks have been stored: no target has to delete them any more."""
+        for member in self._members:
+            member.wanted(keys)
 
     def _keep_waiting(self, job: Job) -> None:
         """No target is usable: keep a store until one is, or none can be expected."""
