@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from agents import agent_home
-from faultkit.disks import FaultyDisk, faulty_disk
+from faultkit.disks import EVERYTHING_HANGS, FaultyDisk, faulty_disk
 from long_prompt import long_prompt
 from published import published_targets
 from vllm_launches import CHUNK, full_chunks
@@ -19,12 +19,6 @@ from vllm_server import Completion, StartServer, VllmServer
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 _PATIENCE_S = 120.0
-
-#: Nothing that concerns a file or directory of the target is answered.
-EVERYTHING = [
-    {"op": op, "match": "kv", "do": "hang"}
-    for op in ("read", "write", "open", "lookup", "getattr", "opendir", "create", "fsync", "unlink")
-]
 
 
 @pytest.fixture
@@ -61,6 +55,11 @@ def until(home: Path, condition: Callable[[dict[str, dict[str, Any]]], object]) 
         time.sleep(0.2)
 
 
+def only_movers_wait(disk: FaultyDisk) -> None:
+    assert disk.hanging()
+    assert [command for command in disk.waiting() if b"--mover" not in command] == []
+
+
 def test_a_target_hangs_and_returns(
     start_server: StartServer, place: Path, disk: FaultyDisk
 ) -> None:
@@ -87,12 +86,13 @@ def test_a_target_hangs_and_returns(
     first = stored(server, 0, "share")
 
     # It hangs under the running server, which goes on: soon on the other target.
-    disk.rules(*EVERYTHING)
+    disk.rules(*EVERYTHING_HANGS)
     server.complete(prompts[1])
     disk.wait_hanging()
     until(place, lambda found: not found["share"]["writing"] and found["local"]["writing"])
     assert published_targets(place)["share"]["reason"]
     second = stored(server, 2, "local")
+    only_movers_wait(disk)
 
     # It ends while a transfer is under way that has not been answered.
     server.stop(signal.SIGTERM)
@@ -105,6 +105,8 @@ def test_a_target_hangs_and_returns(
     assert again.text == second.text
     stored(server, 3, "local")
     assert not published_targets(place)["share"]["writing"]
+
+    only_movers_wait(disk)
 
     # It answers again, and is taken back: for new blocks, and with what it had.
     disk.rules()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faultkit.disks import FaultyDisk
+from faultkit.disks import EVERYTHING_HANGS, FaultyDisk
 
 from lifeboat_cache.testing import StoreDriver
 
@@ -23,11 +23,6 @@ _CLI = (
     "sys.exit(main())\n"
 )
 
-#: Nothing that concerns a file or directory of the target is answered.
-EVERYTHING = [
-    {"op": op, "match": "kv", "do": "hang"}
-    for op in ("read", "write", "open", "lookup", "getattr", "opendir", "create", "fsync", "unlink")
-]
 #: All is well but for the payloads.
 PAYLOADS = [{"op": "read", "match": "segment$", "do": "hang", "bytes": [4096, 1 << 40]}]
 
@@ -93,7 +88,7 @@ def test_commands_while_all_is_well(ladder: Path) -> None:
 def test_command_on_a_ladder_whose_first_target_hangs(
     ladder: Path, faulty: FaultyDisk, command: tuple[str, ...], code: int, said: str
 ) -> None:
-    faulty.rules(*EVERYTHING)
+    faulty.rules(*EVERYTHING_HANGS)
     done = run(ladder, *command)
     assert done.returncode == code
     assert SILENT in (done.stdout if command == ("doctor",) else done.stderr)

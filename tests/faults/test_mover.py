@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 from agents import gone, until
 from faultkit.children import in_child
-from faultkit.disks import FaultyDisk, faulty_disk
+from faultkit.disks import EVERYTHING_HANGS, FaultyDisk, faulty_disk
 from faultkit.movers import Movers, movers
 
+from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.errors import StoreClosedError
 from lifeboat_cache.interface import (
@@ -33,6 +34,7 @@ from lifeboat_cache.interface import (
     Namespace,
     Outcome,
     State,
+    block_keys,
 )
 from lifeboat_cache.mover.remote_store import RemoteStore
 from lifeboat_cache.targets.filesystem import FilesystemTarget
@@ -44,11 +46,6 @@ SIZE = 64 << 10
 READ = {"op": "read", "match": "segment$", "do": "hang", "bytes": [4096, 1 << 40]}
 WRITE = {"op": "write", "match": "segment$", "do": "hang"}
 JOURNAL = {"op": "write", "match": "journal$", "do": "hang"}
-#: Nothing that concerns a file or directory of the target is answered.
-EVERYTHING = [
-    {"op": op, "match": "kv", "do": "hang"}
-    for op in ("read", "write", "open", "lookup", "getattr", "opendir", "create", "fsync", "unlink")
-]
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +137,41 @@ def test_blocks_go_through_the_mover_and_are_found_by_the_next_engine(
     assert driver.load([50]) == [OK]
 
 
+def test_what_blocks_take_on_storage_is_counted_for_the_engine_that_moves_them(
+    rig: Movers, tier: Tier
+) -> None:
+    tensor = TensorLayout("key", "bfloat16", 0, 1, 64, 2, 64, 16384, 256, 128, 0)
+    layout = KVLayout.of(16384, [tensor])
+    config = {"compression": {"ladder": {"local": "fp8"}}}
+    one, other = (rig.open(tier, config=config).driven for _ in range(2))
+    payloads = np.random.default_rng(1).standard_normal((6, 8192)).astype(np.float32)
+    memory = np.ascontiguousarray((payloads.view(np.uint32) >> 16).astype(np.uint16))
+    keys = block_keys([bytes([number]) * 32 for number in range(6)])
+    for store in (one, other):
+        store.describe(layout)
+
+    def moved(start: Callable[[BlockBatch], Job], blocks: slice) -> None:
+        buffers = BlockBuffers.from_buffers([row.view(np.uint8) for row in memory[blocks]])
+        job = start(BlockBatch(keys[blocks], buffers, layout.tag))
+        assert job.wait(60)
+        assert set(job.outcomes.tolist()) == {OK}
+
+    moved(one.store, slice(0, 6))
+    until(lambda: other.lookup(keys).all(), "the blocks to be found by the other engine")
+    moved(other.load, slice(0, 4))
+    stored, loaded = one.counters(), other.counters()
+    assert stored.bytes_stored == 6 * layout.nbytes
+    assert 6 * layout.nbytes // 3 < stored.bytes_written < 6 * layout.nbytes * 2 // 3
+    assert loaded.bytes_read * 6 == stored.bytes_written * 4
+    assert (stored.bytes_read, loaded.bytes_written) == (0, 0)
+    assert isinstance(one, RemoteStore)
+    assert one.codec_counts.values() == {
+        "encoded_blocks:fp8": 6,
+        "encoded_raw_bytes:fp8": stored.bytes_stored,
+        "encoded_bytes:fp8": stored.bytes_written,
+    }
+
+
 @pytest.mark.parametrize("size", [1, 5000, 8192, 300_000])
 def test_blocks_of_any_size_and_in_pieces(rig: Movers, tier: Tier, size: int) -> None:
     store = rig.open(tier).driven
@@ -193,7 +225,7 @@ def test_everything_hangs_and_another_target_goes_on(
     local = BlockStore(rig.namespace, [FilesystemTarget(tmp_path / "local")], io_workers=2)
     assert local.wait_recovered(60)
     near = StoreDriver(local, size=SIZE)
-    faulty.rules(*EVERYTHING)
+    faulty.rules(*EVERYTHING_HANGS)
     jobs = [begin(driver, "load", [n])[0] for n in range(8)]
     jobs += [begin(driver, "store", [100 + n])[0] for n in range(8)]
     for first in range(0, 64, 16):
@@ -351,7 +383,7 @@ def test_opening_a_target_that_hangs(rig: Movers, tier: Tier, faulty: FaultyDisk
     # Another namespace of the same mover is opened while nothing answers.
     rig.open(tier)
     rig.namespace = Namespace.from_identity({"engine": "test", "of": "a target that hangs"})
-    faulty.rules(*EVERYTHING)
+    faulty.rules(*EVERYTHING_HANGS)
     store = rig.open(tier, size=SIZE, wait=False)
     until(lambda: remote(store).facts()["mover"], "the mover")
     job, _ = begin(store, "store", [0])
@@ -533,7 +565,7 @@ def test_target_that_hangs_for_a_minute(rig: Movers, faulty: FaultyDisk, tmp_pat
     driver = rig.open(tier, size=SIZE)
     assert driver.store(range(64)) == [OK] * 64
     other = rig.open(rig.tier(tmp_path / "other", name="other"), size=SIZE)
-    faulty.rules(*EVERYTHING)
+    faulty.rules(*EVERYTHING_HANGS)
     store = driver.driven
     begun, longest, number, jobs = time.monotonic(), 0.0, 1000, []
     while time.monotonic() - begun < 60:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from agents import agent_home, gone, running, until
-from faultkit.disks import FaultyDisk
+from faultkit.disks import EVERYTHING_HANGS, FaultyDisk
 
 from lifeboat_cache.config import load_config
 from lifeboat_cache.interface import Namespace, Outcome, Store, open_block_store
@@ -86,8 +86,7 @@ def test_agent_and_movers_are_killed_in_the_middle_of_jobs(
 def test_agent_never_touches_a_target_that_hangs(
     home: Path, stores: list[Store], faulty: FaultyDisk, namespace: Namespace
 ) -> None:
-    for op in ("lookup", "getattr", "opendir", "read", "open", "create"):
-        faulty.rules({"op": op, "match": "kv", "do": "hang"})
+    faulty.rules(*EVERYTHING_HANGS)
     store = open_block_store(load_config().config, namespace)
     stores.append(store)
     agent = running(home)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agents import agent_home, until
-from faultkit.disks import FaultyDisk
+from faultkit.disks import EVERYTHING_HANGS, FaultyDisk
+from published import published_targets
 
 from lifeboat_cache.config import load_config
 from lifeboat_cache.interface import Namespace, Outcome, Store, open_block_store
@@ -42,17 +44,21 @@ def store(
 
 
 def test_first_target_hangs_and_returns(store: Store, faulty: FaultyDisk) -> None:
-    driver = StoreDriver(store)
+    driver, home = StoreDriver(store), Path(os.environ["LIFEBOAT_CACHE_HOME"])
     until(lambda: store.targets() and store.targets()[0].writing, "the first target")
     assert driver.store(range(16)) == [OK] * 16
     assert store.targets()[0].blocks == 16
-    faulty.rules(*({"op": op, "match": "kv", "do": "hang"} for op in ("read", "write")))
+    assert store.targets()[0].counters.bytes_written == 16 * driver.size
+    faulty.rules(*EVERYTHING_HANGS)
     driver.load([0])
     driver.store([100])
     until(lambda: not store.targets()[0].writing, "the first target to be given up")
     assert driver.store(range(200, 216)) == [OK] * 16
     assert driver.load(range(200, 216)) == [OK] * 16
     assert OK not in driver.load(range(16))
+    # This process says so, and none of its threads waits for that target.
+    until(lambda: not published_targets(home)["share"]["writing"], "the state to be published")
+    assert [command for command in faulty.waiting() if b"--mover" not in command] == []
     faulty.rules()
     faulty.release()
     until(lambda: store.targets()[0].writing, "the first target to be taken back")

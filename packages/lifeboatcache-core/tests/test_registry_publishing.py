@@ -135,8 +135,10 @@ def test_a_store_is_published_as_it_is(
         "queue": {"jobs": 0, "pending_bytes": 0, "limit_bytes": 2 << 30},
         "stored_blocks": 5,
         "stored_bytes": store.counters().bytes_stored,
+        "written_bytes": store.counters().bytes_written,
         "loaded_blocks": 5,
         "loaded_bytes": store.counters().bytes_loaded,
+        "read_bytes": store.counters().bytes_read,
         "store_dropped": {},
         "load_failed": {"missing": 1},
     }

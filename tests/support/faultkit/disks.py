@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Disk", "FaultyDisk", "faulty_disk", "loop_disk", "memory_disk"]
+__all__ = ["EVERYTHING_HANGS", "Disk", "FaultyDisk", "faulty_disk", "loop_disk", "memory_disk"]
 
 _PATIENCE_S = 60.0
 
@@ -175,6 +175,16 @@ def memory_disk(place: Path, size: int) -> Iterator[Disk]:
             subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
+#: Rules: nothing that concerns a file or directory of the target is answered.
+EVERYTHING_HANGS = [
+    {"op": op, "match": "kv", "do": "hang"}
+    for op in (
+        "create", "fsync", "getattr", "lookup", "mkdir", "open", "opendir", "read", "readdir",
+        "rename", "setattr", "unlink", "write",
+    )
+]  # fmt: skip
+
+
 class FaultyDisk:
     """A filesystem whose every call can be made to fail or hang; see ``fuse_server.py``."""
 
@@ -216,6 +226,14 @@ class FaultyDisk:
     def hanging(self) -> int:
         """Requests that hang now."""
         return int(self.tell()["hanging"])
+
+    def waiting(self) -> list[bytes]:
+        """The command lines of the processes whose threads wait for what hangs now."""
+        found = []
+        for thread in self.tell()["threads"]:
+            with contextlib.suppress(FileNotFoundError):  # it has been killed meanwhile
+                found.append(Path(f"/proc/{thread}/cmdline").read_bytes())
+        return found
 
     def wait_hanging(self, count: int = 1) -> None:
         """Wait until so many requests hang."""

@@ -19,7 +19,8 @@ one that is not answered yet. On the control socket, lines of JSON:
 ``{}``
     Only ask.
 
-Each is answered with how often each rule has applied and how many requests hang.
+Each is answered with how often each rule has applied, how many requests hang, and which
+threads wait for those.
 Files are opened without the page cache, so that every call of a process arrives here.
 """
 
@@ -86,7 +87,7 @@ class Server:
         self.next_listing = 1 << 20
         self.rules: list[dict[str, Any]] = []
         self.hit: list[int] = []
-        self.held: list[tuple[int, Callable[[], bytes]]] = []
+        self.held: list[tuple[int, int, Callable[[], bytes]]] = []
         self.later: list[tuple[float, int, Callable[[], bytes]]] = []
 
     def run(self) -> None:
@@ -127,12 +128,16 @@ class Server:
             self.hit = [0] * len(self.rules)
         if command.get("release"):
             held, self.held = self.held, []
-            for unique, work in held:
+            for unique, _, work in held:
                 if command.get("errno"):
                     self.reply(unique, -command["errno"])
                 else:
                     self.answer(unique, work)
-        answer = {"hit": self.hit, "hanging": len(self.held)}
+        answer = {
+            "hit": self.hit,
+            "hanging": len(self.held),
+            "threads": [one[1] for one in self.held],
+        }
         with contextlib.suppress(OSError):
             self.control.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -149,7 +154,7 @@ class Server:
             self.reply(unique, 0, body)
 
     def request(self, data: bytes) -> None:
-        _, opcode, unique, node, *_ = _IN.unpack_from(data)
+        _, opcode, unique, node, _, _, thread, *_ = _IN.unpack_from(data)
         body = data[_IN.size :]
         op = _OPS.get(opcode)
         if op in _SILENT:
@@ -185,7 +190,7 @@ class Server:
             return done
 
         if rule is not None and rule["do"] == "hang":
-            self.held.append((unique, work))
+            self.held.append((unique, thread, work))
         elif rule is not None and rule["do"] == "delay":
             self.later.append((time.monotonic() + rule["seconds"], unique, work))
         else:

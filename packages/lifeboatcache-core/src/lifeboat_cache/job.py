@@ -37,6 +37,8 @@ class Job:
     codec
         Name of the codec in which the blocks are stored, ``mixed`` if there are several; empty
         as long as none is known.
+    coded
+        By number of a codec: blocks, payload bytes, and bytes of them on storage, so far.
     """
 
     __slots__ = (
@@ -47,6 +49,7 @@ class Job:
         "_parts",
         "bytes_moved",
         "codec",
+        "coded",
         "kind",
         "outcomes",
         "seconds",
@@ -66,6 +69,7 @@ class Job:
         self.codec = ""
         self.submitted = time.monotonic()
         self.seconds = 0.0
+        self.coded: dict[int, tuple[int, int, int]] = {}
         self._parts = 1
         self._lock = threading.Lock()
         self._event = threading.Event()
@@ -103,6 +107,12 @@ class Job:
         """Say in which codec some of the blocks are stored; empty says nothing."""
         if name and name != self.codec:
             self.codec = MIXED if self.codec else name
+
+    def note_coded(self, codec: int, blocks: int, raw: int, kept: int) -> None:
+        """Account for blocks of a part, and for what they take on storage."""
+        with self._lock:
+            before = self.coded.get(codec, (0, 0, 0))
+            self.coded[codec] = (before[0] + blocks, before[1] + raw, before[2] + kept)
 
     def finish_part(self, moved: int = 0) -> bool:
         """Report one part; true if it was the last one and the job is now done."""

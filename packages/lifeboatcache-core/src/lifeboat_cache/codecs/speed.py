@@ -36,6 +36,7 @@ from lifeboat_cache.codecs.names import CODEC_NAMES, RAW, codec_name
 from lifeboat_cache.codecs.rates import CodecRate
 from lifeboat_cache.codecs.recipes import coded_layout
 from lifeboat_cache.kernels import cache
+from lifeboat_cache.mover.hanging import resolved
 from lifeboat_cache.registry.files import read_json, replace_json
 from lifeboat_cache.registry.host import boot_id
 from lifeboat_cache.targets.direct import O_DIRECT
@@ -296,7 +297,8 @@ def _samples(path: Path) -> list[float]:
 
 def _target_file(location: str) -> str:
     """A path may be another disk on another machine, or after a restart."""
-    place = f"{boot_id()}\0{os.path.realpath(location)}"
+    real, _ = resolved(Path(location))  # engines ask for targets that can hang, too
+    place = f"{boot_id()}\0{real}"
     return f"target-{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}.json"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.targets.mounts import Mount, mounts, topmost
 
-__all__ = ["can_hang", "needs_mover", "resolved_mount"]
+__all__ = ["can_hang", "needs_mover", "resolved", "resolved_mount"]
 
 #: File systems of this machine: what is on them answers, or fails.
 _LOCAL = frozenset(
@@ -52,12 +52,19 @@ def _is_local(mount: Mount) -> bool:
 def resolved_mount(path: Path, table: list[Mount] | None = None) -> Mount | None:
     """The mount that a path leads to, or the first on the way there that can hang.
 
-    Links are followed on local file systems only: nothing else is ever looked at. ``None`` if
-    the mounts cannot be known.
+    ``None`` if the mounts cannot be known.
+    """
+    return resolved(path, table)[1]
+
+
+def resolved(path: Path, table: list[Mount] | None = None) -> tuple[Path, Mount | None]:
+    """Where a path leads, and :func:`resolved_mount`.
+
+    Links are followed on local file systems only: nothing else is ever looked at.
     """
     table = mounts() if table is None else table
     if not table:
-        return None
+        return Path(os.path.abspath(path)), None
     todo = list(Path(os.path.abspath(path)).parts[1:])
     here = Path("/")
     links = 0
@@ -70,7 +77,7 @@ def resolved_mount(path: Path, table: list[Mount] | None = None) -> Mount | None
             here /= name
         mount = topmost(here, table)
         if mount is None or not _is_local(mount):
-            return mount
+            return Path(os.path.normpath(here.joinpath(*todo))), mount
         try:
             found = os.lstat(here)
             if not stat.S_ISLNK(found.st_mode):
@@ -80,7 +87,7 @@ def resolved_mount(path: Path, table: list[Mount] | None = None) -> Mount | None
             continue  # nothing there yet: it will be made on this mount
         links += 1
         if links > _MOST_LINKS:
-            return None
+            return here, None
         parts = [part for part in Path(target).parts if part != "."]
         if target.startswith("/"):
             here, parts = Path("/"), parts[1:]
@@ -88,4 +95,4 @@ def resolved_mount(path: Path, table: list[Mount] | None = None) -> Mount | None
             here = here.parent
         todo = [*parts, *todo]
         mount = topmost(here, table)
-    return mount
+    return here, mount

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from lifeboat_cache import spans
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.clock import coarse_time
+from lifeboat_cache.codecs.counts import CodecCounts
 from lifeboat_cache.codecs.ladder import rung_of
 from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.codecs.names import RAW, codec_name
@@ -86,6 +88,13 @@ class RemoteStore:
         See :class:`BlockStore`.
     arena_bytes
         Memory that blocks pass through.
+    counts
+        Where it is counted what goes through which codec.
+
+    Attributes
+    ----------
+    codec_counts
+        ``counts``.
     """
 
     def __init__(
@@ -100,12 +109,14 @@ class RemoteStore:
         secret: bytes | None = None,
         companion: Companion | None = None,
         arena_bytes: int = DEFAULT_ARENA_BYTES,
+        counts: CodecCounts | None = None,
     ) -> None:
         self._find_namespace = namespace
         self._tier = tier
         self._companion = companion or Alone()
         self._pending_limit = pending_bytes
         self._codings = Codings()
+        self.codec_counts = counts or CodecCounts()
         self._counters = Counters()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -124,7 +135,9 @@ class RemoteStore:
         self._process = os.getpid()
         self._stop = threading.Event()
         self._breaker = Breaker(tier.timeout_s)
-        self._transfers = Transfers(self._plan, self._complete, self._breaker, tier.timeout_s)
+        self._transfers = Transfers(
+            self._plan, self._complete, self._account, self._breaker, tier.timeout_s
+        )
         self._client = MoverClient(
             tier,
             home,
@@ -452,6 +465,13 @@ class RemoteStore:
         for codec in set(found.codec[same].tolist()):
             job.in_codec(codec_name(codec))
         return np.flatnonzero(same)
+
+    def _account(self, job: Job, coded: npt.NDArray[Any]) -> None:
+        count = self.codec_counts.stored if job.kind == "store" else self.codec_counts.loaded
+        for codec, blocks, raw, kept in coded.tolist():
+            count(codec, blocks, raw, kept)
+            self._counters.moved(job.kind, kept)
+            job.in_codec(codec_name(codec))
 
     def _complete(self, job: Job, reserved: int | None) -> None:
         self._counters.job(job)

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from lifeboat_cache.mover.feed import Subscription
 from lifeboat_cache.mover.hosting import Host, Hosts, Wish, config_from, layout_from_json
 from lifeboat_cache.mover.throttle import Throttle
 from lifeboat_cache.mover.wire import (
+    CODED,
     PROTOCOL,
     REQUEST,
     Kind,
@@ -158,7 +159,7 @@ class Session:
             host.store.touch(_keys(message))
         elif message.kind == Kind.DELETE:
             host.store.delete(_keys(message))
-            self._put(_Out(Kind.DONE, message.number, _done(0.0, b"")))
+            self._put(_Out(Kind.DONE, message.number, _done({}, b"")))
         elif message.kind == Kind.LAYOUT:
             host.describe(layout_from_json(from_json(message.body)))
         elif message.kind == Kind.CONFIG:
@@ -210,13 +211,13 @@ class Session:
             job(batch, on_done=finish)
         except LifeboatError:  # closed meanwhile
             outcomes = np.full(len(batch), Outcome.UNAVAILABLE, dtype=np.uint8)
-            self._put(_Out(Kind.DONE, number, _done(0.0, outcomes.tobytes())))
+            self._put(_Out(Kind.DONE, number, _done({}, outcomes.tobytes())))
 
     def _finish(self, lane: str, number: int, keys: Sequence[bytes], job: Job) -> None:
         missing: list[int] = []
         if lane == "load":
             missing = np.flatnonzero(job.outcomes == Outcome.MISSING).tolist()
-        body = _done(job.seconds, job.outcomes.tobytes())
+        body = _done(job.coded, job.outcomes.tobytes())
         out = _Out(Kind.DONE, number, body, tuple(keys[row] for row in missing))
         # An engine hears of records that have come or gone before it hears that this is done.
         self._put(out, last=lane == "store" or bool((job.outcomes != Outcome.OK).any()))
@@ -252,8 +253,6 @@ class Session:
             "state": store.state.value,
             "reason": store.reason,
             "kernels": kernels.ready(),
-            "bytes_written": counters.bytes_written,
-            "bytes_read": counters.bytes_read,
             "recovered": counters.recovered_blocks,
             "recovery_s": counters.recovery_seconds,
         }
@@ -344,8 +343,9 @@ def _keys(message: Message) -> list[bytes]:
     return keys
 
 
-def _done(seconds: float, outcomes: bytes) -> bytes:
-    return np.float64(seconds).tobytes() + outcomes
+def _done(coded: Mapping[int, tuple[int, int, int]], outcomes: bytes) -> bytes:
+    rows = np.array([(codec, *sums) for codec, sums in coded.items()], dtype=CODED)
+    return np.uint64(len(coded)).tobytes() + rows.tobytes() + outcomes
 
 
 def _map(fds: Sequence[int], size: int) -> npt.NDArray[np.uint8]:

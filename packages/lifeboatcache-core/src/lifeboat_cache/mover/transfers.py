@@ -10,17 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
+from lifeboat_cache.errors import FormatError
 from lifeboat_cache.job import Job
 from lifeboat_cache.mover.arena import Extent, padded_offsets
 from lifeboat_cache.mover.breaker import Breaker
 from lifeboat_cache.mover.link import Link
-from lifeboat_cache.mover.wire import REQUEST, Kind, Message
+from lifeboat_cache.mover.wire import CODED, REQUEST, Kind, Message
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.records import void
 
@@ -87,6 +88,8 @@ class Transfers:
         outcomes.
     complete
         Called with a job that is done, and what it was submitted with.
+    account
+        Told what of a part of a job went through which codec, a ``CODED`` array.
     breaker
         Is told how the target answers.
     timeout_s
@@ -98,10 +101,12 @@ class Transfers:
         self,
         plan: Callable[[Job], npt.NDArray[np.int64]],
         complete: Callable[[Job, int], None],
+        account: Callable[[Job, npt.NDArray[Any]], None],
         breaker: Breaker,
         timeout_s: float,
     ) -> None:
         self._plan_job = plan
+        self._account = account
         self._complete = complete
         self._breaker = breaker
         self._timeout_s = timeout_s
@@ -369,7 +374,7 @@ class Transfers:
     def done(self, link: Link, message: Message) -> None:
         """The mover has done a part."""
         now = time.monotonic()
-        said = message.table(np.dtype(np.uint8))[8:]
+        coded, said = _answer(message)
         with self._ready:
             if self._link is not link:
                 return
@@ -384,6 +389,7 @@ class Transfers:
             self.progress += 1
             part.task.since = now
             self._note(part, now - part.asked)
+        self._account(part.task.job, coded)
         outcomes = np.array(said, dtype=np.uint8)
         if outcomes.shape[0] != part.blocks.shape[0]:
             outcomes = np.full(part.blocks.shape[0], Outcome.FAILED, dtype=np.uint8)
@@ -519,6 +525,22 @@ class Transfers:
     def _finish(self, task: _Task, moved: int) -> None:
         if task.job.finish_part(moved):
             self._complete(task.job, task.size)
+
+
+def _answer(message: Message) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
+    """What went through which codec, and the outcomes.
+
+    Raises
+    ------
+    FormatError
+        If the message is not whole.
+    """
+    body = message.table(np.dtype(np.uint8))
+    rows = int(np.frombuffer(body[:8].tobytes().ljust(8, b"\0"), dtype=np.uint64)[0])
+    end = 8 + rows * CODED.itemsize
+    if body.shape[0] < end:
+        raise FormatError("an answer is not whole: restart the engine")
+    return np.frombuffer(body[8:end].tobytes(), dtype=CODED), body[end:]
 
 
 def _requests(part: _Part, extent: Extent) -> bytes:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from lifeboat_cache.errors import FormatError
 
 __all__ = [
+    "CODED",
     "MOST_BODY",
     "PROTOCOL",
     "REQUEST",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 #: Changes with every message whose meaning changes. Mover and engine must agree.
-PROTOCOL = 1
+PROTOCOL = 2
 
 #: No body is longer.
 MOST_BODY = 16 << 20
@@ -60,6 +61,9 @@ REQUEST = np.dtype(
     ]
 )
 
+#: What went through a codec: its number, blocks, payload bytes, and bytes of them on storage.
+CODED = np.dtype([("codec", "<u8"), ("blocks", "<u8"), ("raw", "<u8"), ("kept", "<u8")])
+
 #: Slots of a record: its writer, segment and slot.
 SLOTS = np.dtype([("key", "V32"), ("writer", "V16"), ("segment", "<u4"), ("slot", "<u4")])
 
@@ -80,7 +84,8 @@ class Kind(IntEnum):
     #: → ``REQUEST`` array: store, or load, these blocks.
     STORE = 6
     LOAD = 7
-    #: ← float64 seconds, then uint8 outcomes: nothing touches the part's memory any more.
+    #: ← uint64, then so many ``CODED``, then uint8 outcomes: nothing touches the part's memory
+    #: any more.
     DONE = 8
     #: → keys.
     TOUCH = 9

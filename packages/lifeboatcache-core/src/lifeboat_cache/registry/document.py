@@ -9,8 +9,9 @@ A store's document::
     target      {name, location, capacity_bytes, reserve_bytes, direct_io}: where new blocks
                 go first, once known
     targets     [{name, location, capacity_bytes, reserve_bytes, direct_io, type, rung, state,
-                  reason, writing, blocks, queue, stored_blocks, stored_bytes, loaded_blocks,
-                  loaded_bytes, store_mean_s, load_mean_s, store_dropped, load_failed, …}, …]:
+                  reason, writing, blocks, queue, stored_blocks, stored_bytes, written_bytes,
+                  loaded_blocks, loaded_bytes, read_bytes, store_mean_s, load_mean_s,
+                  store_dropped, load_failed, …}, …]: written and read: what blocks take there;
                 all of them, in order. Those of a ladder also say how often each was given up
                 (left), deletions it has missed (owed_deletions), what was copied to it
                 (copied_blocks, copied_bytes), and copies from it that wait (copies_queued) or
@@ -305,8 +306,10 @@ def _target(target: TargetStatus) -> dict[str, Any]:
         "queue": dict(target.queue),
         "stored_blocks": counters.blocks_stored,
         "stored_bytes": counters.bytes_stored,
+        "written_bytes": counters.bytes_written,
         "loaded_blocks": counters.blocks_loaded,
         "loaded_bytes": counters.bytes_loaded,
+        "read_bytes": counters.bytes_read,
         "store_mean_s": _mean(counters.store_seconds, counters.store_jobs),
         "load_mean_s": _mean(counters.load_seconds, counters.load_jobs),
         "store_dropped": dropped(counters.store_outcomes),
@@ -325,8 +328,10 @@ def tier_values(target: TargetStatus) -> dict[str, float]:
     values: dict[str, float] = {
         "tier_stored_blocks": counters.blocks_stored,
         "tier_stored_bytes": counters.bytes_stored,
+        "tier_written_bytes": counters.bytes_written,
         "tier_loaded_blocks": counters.blocks_loaded,
         "tier_loaded_bytes": counters.bytes_loaded,
+        "tier_read_bytes": counters.bytes_read,
         **{
             f"tier_{name}": value
             for name, value in counters.latencies.items()

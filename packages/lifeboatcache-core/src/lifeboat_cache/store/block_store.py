@@ -721,6 +721,8 @@ class BlockStore:
             counts.stored(task.codec, blocks, size, stored)
             if blocks and self._policy.guard.wants(task.codec):
                 self._offer(job.batch, int(task.blocks[done[0]]), task.codec)
+        if blocks:
+            job.note_coded(task.codec, blocks, size, stored)
         return size
 
     def _offer(self, batch: BlockBatch, block: int, codec: int) -> None:

@@ -147,6 +147,7 @@ class _Members:
                 native=self._native,
                 pending_bytes=self._pending_bytes,
                 secret=self._secret,
+                counts=policy.counts,
             )
         return BlockStore(
             namespace,
