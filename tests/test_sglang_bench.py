@@ -1,4 +1,4 @@
-"""The benchmark of SGLang's backend prints the same JSON lines as the others; with a tiny size."""
+"""The benchmarks of SGLang print the same JSON lines as the others; with tiny sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import tiny_llama
 from bench_rows import conforms
 
 ROOT = Path(__file__).parents[1]
@@ -41,3 +43,30 @@ def test_backend(tmp_path: Path) -> None:
         assert row["peer_name"] == "HiCacheFile"
     assert {row["metric"] for row in rows} >= {"set", "get cold", "get hot", "stored"}
     assert not list(root.iterdir())
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_restart_of_the_mlx_backend(tmp_path: Path, home: Path) -> None:
+    paths = (ROOT / "tools", ROOT / "tests" / "support", ROOT / "bench" / "support")
+    tiny_llama.write(tmp_path / "tiny")
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "bench" / "sglang_mlx.py"), "--json", "--rounds", "7",
+            "--model", str(tmp_path / "tiny"),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, sys.path)]),
+            "LIFEBOAT_CACHE_HOME": str(home),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    (row,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    conforms(row)
+    assert row["bench"] == "sglang_mlx"
+    assert row["peer_name"] == "computed again"

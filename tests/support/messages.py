@@ -31,6 +31,9 @@ _CALLS = frozenset(
         "TargetError",
     }
 )
+#: What is known of launches that go without us.
+_TABLES = ("TABLE", "MLX_TABLE")
+
 _LEVELS = frozenset({"info", "warning", "error", "exception"})
 
 _FORMAT = re.compile(r"%(?:[.\d]*[a-z])")
@@ -62,7 +65,7 @@ def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
             for part in ast.walk(node):
                 if isinstance(part, ast.Return) and part.value is not None:
                     yield from _texts(part.value)
-        elif isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "TABLE":
+        elif isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") in _TABLES:
             for part in ast.walk(node):
                 if isinstance(part, ast.Constant):
                     yield from _texts(part)

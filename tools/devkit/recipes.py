@@ -104,6 +104,8 @@ def sglang() -> Environment:
             Pip(("--no-deps", "sglang==0.5.23", "triton==3.9.0", "torchvision==0.28.0",
                  "xgrammar==0.2.9", "apache-tvm-ffi==0.1.11", "compressed-tensors==0.18.0")),
             Pip(tuple(_SGLANG_NEEDS.split())),
+            # For SGLang's MLX backend.
+            Pip(("--no-deps", "mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2")),
             Pip(("hatchling", "hypothesis", "pytest")),
         ),
         **_tree(_CORE, ROOT / "packages" / "lifeboatcache-sglang", SUPPORT / "sglang_cpu"),

@@ -315,14 +315,69 @@ def test_a_launch_that_excludes_the_cache_goes_as_without_it(
 def test_every_entry_of_the_table_is_tested() -> None:
     for applies, reason in sglang_standdown.TABLE:
         assert any(applies(SimpleNamespace(**arguments)) for arguments, _ in REFUSED), reason
-    assert sglang_standdown.standdown_reason(SimpleNamespace(), {"SGLANG_USE_MLX": "1"})
     assert sglang_standdown.standdown_reason(SimpleNamespace(), {}) is None
 
 
 def test_every_reason_ends_in_a_remedy() -> None:
-    for _, reason in sglang_standdown.TABLE:
+    for _, reason in (*sglang_standdown.TABLE, *sglang_standdown.MLX_TABLE):
         assert ": " in reason
         assert not reason.endswith(".")
+
+
+#: The same of the table for the MLX backend.
+REFUSED_WITH_MLX: list[tuple[dict[str, Any], str]] = [
+    ({"enable_lora": True}, "adapters"),
+    ({"lora_paths": ["somewhere"]}, "adapters"),
+    ({"speculative_algorithm": "NGRAM"}, "speculative"),
+    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+]
+
+
+@pytest.fixture
+def with_mlx(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """As ``launch``, on SGLang's MLX backend, whose own checks of the machine are passed."""
+    monkeypatch.setenv("SGLANG_USE_MLX", "1")
+    return launch
+
+
+def test_the_mlx_backend_gets_our_prefix_cache(
+    with_mlx: Launch, caplog: pytest.LogCaptureFixture, checkpoint: Path
+) -> None:
+    server_args = with_mlx()
+    view = resolving_view(server_args)
+    assert view.radix_cache_backend == "lifeboat"
+    assert not view.enable_hierarchical_cache
+    assert view.page_size == 1
+    (line,) = said(caplog)
+    assert line.startswith("LifeboatCache is on: prefix cache of SGLang's MLX backend, config")
+    expected = {**resolved(plain(checkpoint)), "radix_cache_backend": "lifeboat"}
+    assert resolved(server_args) == expected
+
+
+def test_a_prefix_cache_that_an_mlx_launch_names_is_kept(
+    with_mlx: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("lifeboat", "somebodys"):
+        caplog.clear()
+        assert resolving_view(with_mlx(radix_cache_backend=name)).radix_cache_backend == name
+        if name == "lifeboat":
+            assert said(caplog) == []
+        else:
+            assert stands_down(caplog, "--radix-cache-backend")
+
+
+@pytest.mark.parametrize(("arguments", "word"), REFUSED_WITH_MLX)
+def test_an_mlx_launch_that_excludes_the_cache(arguments: dict[str, Any], word: str) -> None:
+    reason = sglang_standdown.standdown_reason(
+        SimpleNamespace(**arguments), {"SGLANG_USE_MLX": "1"}
+    )
+    assert reason is not None
+    assert word in reason
+
+
+def test_every_entry_of_the_table_for_mlx_is_tested() -> None:
+    for applies, reason in sglang_standdown.MLX_TABLE:
+        assert any(applies(SimpleNamespace(**one)) for one, _ in REFUSED_WITH_MLX), reason
 
 
 def test_a_platform_without_host_pools(

@@ -190,7 +190,20 @@ def test_memory_for_the_host_pool(wanted: str, available: int, status: str, word
     assert bool(check.remedy) == (status == "warn")
 
 
-def test_every_check_is_in_the_troubleshooting_page() -> None:
+def test_a_launch_of_the_mlx_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {**ENVIRON, "SGLANG_USE_MLX": "1"}
+    found = list(checks(DoctorContext(environ, load_config(None, ENVIRON))))
+    assert found[-1].name == "SGLang: MLX backend"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert sglang_doctor.check_mlx().status == "ok"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check = sglang_doctor.check_mlx()
+    assert check.status == "fail"
+    assert "mlx and mlx_lm" in check.summary
+
+
+@pytest.mark.parametrize("more", [{}, {"SGLANG_USE_MLX": "1"}])
+def test_every_check_is_in_the_troubleshooting_page(more: dict[str, str]) -> None:
     page = (Path(__file__).parents[3] / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    for check in checks(DoctorContext(ENVIRON, load_config(None, ENVIRON))):
+    for check in checks(DoctorContext({**ENVIRON, **more}, load_config(None, ENVIRON))):
         assert f"doctor: `{check.name.removeprefix('SGLang: ')}`" in page, check.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def _no_child(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_everything_works_with_this_sglang_and_nothing_is_left(home: Path) -> None:
     report = run()
     assert [step for step in report.steps if step.status != "ok"] == []
-    assert len(report.steps) == 9
+    steps = [step.name for step in report.steps]
+    assert len(steps) == (9 if importlib.util.find_spec("mlx") is None else 10)
     assert report.facts["tested"] is True
     assert not (home / "kv").exists()
     assert not list(home.parent.glob(".lifeboat-selftest-*"))
@@ -73,6 +75,28 @@ def test_wrong_bytes_are_noticed(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     found = statuses(run())
     assert (found["interfaces"], found["flipped byte"]) == ("failed", "failed")
+
+
+@pytest.mark.usefixtures("_no_child")
+def test_what_is_wrong_with_the_mlx_backend_is_noticed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlx")
+    from sglang.srt.hardware_backend.mlx.kv_cache import MlxAttentionKVPool
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    write = MlxAttentionKVPool.set_kv_all_layers
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            MlxAttentionKVPool,
+            "set_kv_all_layers",
+            lambda self, slots, k, v: write(self, slots, k, k),
+        )
+        assert statuses(run())["MLX backend"] == "failed"
+    monkeypatch.delattr(UnifiedRadixCache, "check_prefetch_progress")
+    found = {step.name: step for step in run().steps}["MLX backend"]
+    assert found.status == "failed"
+    assert "check_prefetch_progress" in found.summary
 
 
 @pytest.mark.usefixtures("_no_child")

@@ -618,8 +618,9 @@ class Engine(Section):
         Key(allowed="exact or ladder", example="exact"),
     ] = Field(
         default="exact",
-        description="How KV of vLLM's native mode is stored. `exact`: without loss, raw or "
-        "compressed, whichever restores faster on the target; what others have stored with loss "
+        description="How KV of vLLM's native mode and of SGLang's MLX backend is stored. `exact`: "
+        "without loss, raw or compressed, whichever restores faster on the target; what others "
+        "have stored with loss "
         "is not used. `ladder`: as `compression.ladder` says; recurrent state stays exact.",
     )
     io_workers: Annotated[

@@ -1,5 +1,7 @@
 """``LIFEBOAT_CACHE=1``: the hierarchical cache with our backend, where the launch chose none.
 
+On SGLang's MLX backend, which has no hierarchical cache, our prefix cache takes its place.
+
 What a launch says itself always wins, and a launch that works without LifeboatCache works
 with it: its arguments are resolved with our choices, without our page size if SGLang
 refuses them, and as they were given if it refuses again. Then LifeboatCache stands
@@ -24,6 +26,7 @@ from lifeboat_cache.config import load_config
 from lifeboat_cache.engines.memory import available_ram
 from lifeboat_cache.engines.places import places_reason
 from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.integrations import sglang_mlx
 from lifeboat_cache.integrations.sglang_memory import size_host_pool
 from lifeboat_cache.integrations.sglang_settings import AUTO, Settings, read_settings
 from lifeboat_cache.integrations.sglang_standdown import standdown_reason
@@ -79,6 +82,11 @@ class _Plan:
     pool: str = ""
     staging_tokens: int = 0
     source: str = ""
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether it is SGLang's hierarchical cache that is switched on."""
+        return "enable_hierarchical_cache" in self.fields
 
     def without(self, *names: str) -> _Plan:
         kept = {name: value for name, value in self.fields.items() if name not in names}
@@ -144,6 +152,8 @@ def _is_over(server_args: Any) -> bool:
 def _is_left_alone(server_args: Any) -> bool:
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return True
+    if sglang_mlx.uses_mlx() and server_args.radix_cache_backend == sglang_mlx.BACKEND:
+        return True  # what we would choose
     if getattr(server_args, "hicache_storage_backend", None) is None:
         return False
     _log.info("LifeboatCache: the launch chooses a storage backend itself; left as it is")
@@ -163,10 +173,10 @@ def _resolve(
         setattr(server_args, DECISION, {"fields": plan.fields})
         try:
             original(server_args)
-            _check(server_args)
+            _check(server_args, plan)
             _tell(server_args, plan)
         except Exception as error:
-            reason = reason or _reason(error)
+            reason = reason or _reason(error, plan)
             _restore(server_args, state, environ)
         else:
             return
@@ -184,12 +194,13 @@ def _restore(server_args: Any, state: dict[str, Any], environ: dict[str, str]) -
             os.environ[name] = value
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, plan: _Plan) -> str:
     if isinstance(error, _StandDownError):
         return str(error)
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    what = "the hierarchical cache" if plan.hierarchical else "a prefix cache of others"
     return (
-        f"SGLang refuses the hierarchical cache in this launch ({text}): leave out what excludes "
+        f"SGLang refuses {what} in this launch ({text}): leave out what excludes "
         "it, or leave LIFEBOAT_CACHE unset"
     )
 
@@ -211,6 +222,8 @@ def _plans(server_args: Any, platform_can_offload: Callable[[Any], bool]) -> Ite
 
 
 def _plan(server_args: Any, platform_can_offload: Callable[[Any], bool]) -> _Plan:
+    if sglang_mlx.uses_mlx():
+        return _plan_for_mlx(server_args)
     settings = read_settings()
     loaded = load_config()
     if not platform_can_offload(server_args):
@@ -237,6 +250,14 @@ def _plan(server_args: Any, platform_can_offload: Callable[[Any], bool]) -> _Pla
     if settings.write_policy is not None and not _policy_given(server_args):
         fields["hicache_write_policy"] = settings.write_policy
     return _Plan(fields, pool, settings.staging_tokens, str(loaded.source))
+
+
+def _plan_for_mlx(server_args: Any) -> _Plan:
+    loaded = load_config()
+    reason = standdown_reason(server_args) or places_reason(loaded.config)
+    if reason is not None:
+        raise _StandDownError(reason)
+    return _Plan({"radix_cache_backend": sglang_mlx.BACKEND}, source=str(loaded.source))
 
 
 def _extra_config(server_args: Any, settings: Settings) -> str:
@@ -318,11 +339,16 @@ def _policy_given(server_args: Any) -> bool:
     )
 
 
-def _check(server_args: Any) -> None:
+def _check(server_args: Any, plan: _Plan) -> None:
     """Look for what SGLang refuses or drops only after the resolution."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     launch = resolving_view(server_args)
+    if not plan.hierarchical:
+        reason = standdown_reason(launch, ours=sglang_mlx.BACKEND)
+        if reason is not None:
+            raise _StandDownError(reason)
+        return
     if not launch.enable_hierarchical_cache:
         raise _StandDownError(
             "SGLang switches the hierarchical cache off in this launch, and says above why: leave "
@@ -342,6 +368,13 @@ def _check(server_args: Any) -> None:
 def _tell(server_args: Any, plan: _Plan) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
+    if not plan.hierarchical:
+        setattr(server_args, DECISION, {"fields": plan.fields})
+        _log.info(
+            "LifeboatCache is on: prefix cache of SGLang's MLX backend, configuration from %s",
+            plan.source,
+        )
+        return
     launch = resolving_view(server_args)
     staging = 0
     if plan.staging_tokens:

@@ -16,6 +16,7 @@ from lifeboat_cache.doctor import Check, DoctorContext
 from lifeboat_cache.engines.memory import available_ram
 from lifeboat_cache.engines.switch import is_enabled
 from lifeboat_cache.integrations.sglang_memory import RESERVE_BYTES, size_host_pool
+from lifeboat_cache.integrations.sglang_mlx import uses_mlx
 from lifeboat_cache.integrations.sglang_settings import (
     AUTO,
     HOST_GB,
@@ -29,6 +30,7 @@ __all__ = [
     "check_engine",
     "check_filter",
     "check_host_pool",
+    "check_mlx",
     "check_plugin",
     "check_settings",
     "checks",
@@ -51,8 +53,11 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     yield check_plugin()
     yield check_filter(context.environ)
     yield check_activation(context.environ)
-    yield check_settings(context.environ)
-    yield check_host_pool(context.environ)
+    if uses_mlx(context.environ):
+        yield check_mlx()
+    else:
+        yield check_settings(context.environ)
+        yield check_host_pool(context.environ)
 
 
 def engine_version() -> str | None:
@@ -149,9 +154,7 @@ def check_activation(environ: Mapping[str, str]) -> Check:
     name = "SGLang: LIFEBOAT_CACHE"
     value = environ.get("LIFEBOAT_CACHE", "")
     if is_enabled(environ):
-        return Check(
-            name, "ok", f"{value!r}: on, unless the launch chooses a storage backend itself"
-        )
+        return Check(name, "ok", f"{value!r}: on, unless the launch chooses otherwise itself")
     if value.strip().lower() in ("", "0", "false", "no", "off"):
         return Check(
             name,
@@ -181,6 +184,25 @@ def check_settings(environ: Mapping[str, str]) -> Check:
         f"{settings.write_policy or 'the write policy of the launch'}, "
         f"{staging if settings.staging_tokens else 'the staging buffer that SGLang has'}, "
         f"{'zero copy' if settings.zero_copy else 'copying'}; what the launch says itself wins",
+    )
+
+
+def check_mlx() -> Check:
+    """Say what a launch of SGLang's MLX backend gets."""
+    name = "SGLang: MLX backend"
+    lacking = [one for one in ("mlx", "mlx_lm") if importlib.util.find_spec(one) is None]
+    if lacking:
+        return Check(
+            name,
+            "fail",
+            f"SGLANG_USE_MLX is set, but {' and '.join(lacking)} cannot be imported",
+            "Install SGLang with its MLX requirements, or leave SGLANG_USE_MLX unset.",
+        )
+    return Check(
+        name,
+        "ok",
+        "a launch gets the prefix cache that keeps chunks of 64 tokens; LIFEBOAT_SGLANG_* mean "
+        "nothing here",
     )
 
 

@@ -40,7 +40,8 @@ def install() -> None:
     @functools.wraps(build)
     def build_kv_cache(*args: Any, **kwargs: Any) -> Any:
         scheduler = schedulers[0] if schedulers else None
-        if scheduler is None or decision_of(scheduler.server_args) is None:
+        decision = None if scheduler is None else decision_of(scheduler.server_args)
+        if decision is None or "enable_hierarchical_cache" not in decision["fields"]:
             return build(*args, **kwargs)
         return _build(scheduler, build, args, kwargs)
 

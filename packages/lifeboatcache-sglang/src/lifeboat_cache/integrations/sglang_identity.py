@@ -48,7 +48,12 @@ _SALT_CONTEXT = "lifeboatcache 2026 namespace salt v1"
 _NO_DRAFT_MODEL = frozenset({"NGRAM"})
 
 
-def find_namespace(storage_config: Any, salt: str, should_stop: Callable[[], bool]) -> Namespace:
+def find_namespace(
+    storage_config: Any,
+    salt: str,
+    should_stop: Callable[[], bool],
+    more: Mapping[str, Any] | None = None,
+) -> Namespace:
     """Name the namespace of this rank.
 
     Reads samples of the model's weights: call it on a background thread.
@@ -61,6 +66,8 @@ def find_namespace(storage_config: Any, salt: str, should_stop: Callable[[], boo
         ``security.namespace_salt``; only its digest enters.
     should_stop
         Asked now and then; true ends the work with :class:`IdentityError`.
+    more
+        Sections that this rank's identity has besides.
 
     Raises
     ------
@@ -89,6 +96,7 @@ def find_namespace(storage_config: Any, salt: str, should_stop: Callable[[], boo
             salt,
             str(sglang.__version__),
             should_stop,
+            more,
         )
     except LifeboatError:
         raise
@@ -107,6 +115,7 @@ def _identify(
     salt: str,
     version: str,
     should_stop: Callable[[], bool],
+    more: Mapping[str, Any] | None = None,
 ) -> Namespace:
     model, weights = _model(resolved, should_stop)
     draft, draft_weights = _draft(resolved, should_stop)
@@ -124,6 +133,7 @@ def _identify(
         "salt": blake3(salt.encode(), derive_key_context=_SALT_CONTEXT).hexdigest()
         if salt
         else None,
+        **(more or {}),
     }
     display = {
         "engine": f"sglang {version}",

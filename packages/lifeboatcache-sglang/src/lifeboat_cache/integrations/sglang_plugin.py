@@ -13,6 +13,7 @@ from typing import Any
 
 from lifeboat_cache.engines.import_hook import when_imported
 from lifeboat_cache.engines.switch import is_enabled
+from lifeboat_cache.integrations.sglang_mlx import uses_mlx
 
 __all__ = ["register", "registered", "set_platform_check"]
 
@@ -20,6 +21,7 @@ _log = logging.getLogger("lifeboat_cache")
 _registered = False
 
 _ARGUMENTS = "sglang.srt.server_args"
+_CACHES = "sglang.srt.mem_cache.registry"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
@@ -60,11 +62,14 @@ def registered() -> bool:
 
 
 def register() -> None:
-    """Switch our backend on if asked to. Idempotent."""
+    """Offer our backends, and switch one on if asked to. Idempotent."""
     global _registered
     if _registered:
         return
     _registered = True
+    when_imported(_CACHES, partial(_safely, _offer_cache))
+    if uses_mlx():
+        when_imported(_SCHEDULER, partial(_safely, _watch_arrivals))
     if is_enabled():
         when_imported(_ARGUMENTS, partial(_safely, _activate))
         when_imported(_SCHEDULER, partial(_safely, _watch_schedulers))
@@ -76,6 +81,18 @@ def _safely(step: Callable[[], None]) -> None:
         step()
     except Exception as error:
         _log.warning("LifeboatCache is off in this process: %s", error)
+
+
+def _offer_cache() -> None:
+    from lifeboat_cache.integrations import sglang_mlx
+
+    sglang_mlx.register()
+
+
+def _watch_arrivals() -> None:
+    from lifeboat_cache.integrations import sglang_mlx
+
+    sglang_mlx.watch_scheduler()
 
 
 def _activate() -> None:

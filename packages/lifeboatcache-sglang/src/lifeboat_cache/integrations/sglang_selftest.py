@@ -84,6 +84,8 @@ class _SelfTest:
         self._try("interfaces", self._interfaces)
         self._try("another data type", self._another_dtype)
         self._try("flipped byte", self._flipped_byte)
+        if importlib.util.find_spec("mlx") is not None:
+            self._try("MLX backend", self._mlx)
 
     def _try(self, name: str, step: Callable[[], str]) -> bool:
         self._log.lines.clear()
@@ -319,6 +321,17 @@ class _SelfTest:
         if not same:
             raise _FailedError("wrong bytes before the flipped one", _WRONG)
         return f"page {_FLIPPED} is a miss, what lies before it is served"
+
+    def _mlx(self) -> str:
+        from lifeboat_cache.integrations import sglang_selftest_mlx as mlx
+
+        found = mlx.problems()
+        if found:
+            raise _FailedError(found[0], details=found[1:])
+        wrong = mlx.move_chunks(self.scratch / "lifeboat.yaml")
+        if wrong:
+            raise _FailedError(wrong, _WRONG if wrong.startswith("wrong") else _CHECK_DISK)
+        return "chunks of SGLang's MLX pool came back into other slots, every byte the same"
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -15,7 +15,13 @@ from typing import Any
 from lifeboat_cache.integrations import sglang_epoch
 from lifeboat_cache.integrations import sglang_identity_fields as fields
 
-__all__ = ["hook_problems", "interface_problems", "unknown_settings"]
+__all__ = [
+    "hook_problems",
+    "interface_problems",
+    "missing_names",
+    "parameters",
+    "unknown_settings",
+]
 
 _STORAGE = "sglang.srt.mem_cache.hicache_storage"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
@@ -103,7 +109,8 @@ def _found(module: str, name: str) -> Any:
     return found
 
 
-def _missing(names: Iterator[tuple[str, str]]) -> Iterator[str]:
+def missing_names(names: Iterator[tuple[str, str]]) -> Iterator[str]:
+    """Which of some names, with their modules, are not there; a line each."""
     for module, name in names:
         try:
             _found(module, name)
@@ -123,7 +130,8 @@ def _missing_fields() -> Iterator[str]:
         yield from (f"{module}.{name} has no field {one}" for one in wanted if one not in there)
 
 
-def _parameters(function: Any) -> list[str]:
+def parameters(function: Any) -> list[str]:
+    """Names of the parameters that a function has been given."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in found if parameter.kind not in kinds]
@@ -146,22 +154,22 @@ def _backend_problems() -> Iterator[str]:
         theirs = getattr(base, name, None)
         if theirs is None:
             yield f"SGLang's HiCacheStorage has no {name} any more: it will not be called"
-        elif len(_parameters(theirs)) != len(_parameters(ours)):
+        elif len(parameters(theirs)) != len(parameters(ours)):
             yield (
-                f"SGLang calls a backend's {name} with {', '.join(_parameters(theirs))}; "
-                f"this version takes {', '.join(_parameters(ours))}"
+                f"SGLang calls a backend's {name} with {', '.join(parameters(theirs))}; "
+                f"this version takes {', '.join(parameters(ours))}"
             )
 
 
 def interface_problems() -> list[str]:
     """What is missing or other than it was, a line each."""
-    found = [*_missing(iter(_NAMES)), *_missing_fields(), *_backend_problems()]
+    found = [*missing_names(iter(_NAMES)), *_missing_fields(), *_backend_problems()]
     return list(dict.fromkeys(found))
 
 
 def hook_problems() -> list[str]:
     """What the hooks would not find, a line each."""
-    return list(_missing(iter((*_HOOKED, *sglang_epoch.WATCHED))))
+    return list(missing_names(iter((*_HOOKED, *sglang_epoch.WATCHED))))
 
 
 def unknown_settings() -> list[str]:

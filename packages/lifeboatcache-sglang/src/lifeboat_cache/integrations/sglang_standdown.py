@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lifeboat_cache.identity import unreadable_load_format
+from lifeboat_cache.integrations.sglang_mlx import uses_mlx
 
-__all__ = ["TABLE", "standdown_reason"]
+__all__ = ["MLX_TABLE", "TABLE", "standdown_reason"]
 
 _Applies = Callable[[Any], bool]
 
@@ -31,6 +32,26 @@ def _above_one(field: str) -> _Applies:
     return lambda launch: int(getattr(launch, field, 1) or 1) > 1
 
 
+_OTHER_CACHE = _given("radix_cache_backend")
+
+#: What applies on SGLang's MLX backend besides.
+MLX_TABLE: tuple[tuple[_Applies, str], ...] = (
+    (
+        lambda launch: bool(
+            getattr(launch, "enable_lora", False) or getattr(launch, "lora_paths", None)
+        ),
+        "adapters on the MLX backend are not told apart in what is stored: serve without them",
+    ),
+    (
+        _given("speculative_algorithm"),
+        "speculative decoding on the MLX backend was not tried: start without it",
+    ),
+    (
+        _on("enable_hierarchical_cache"),
+        "the MLX backend has no hierarchical cache: leave out --enable-hierarchical-cache",
+    ),
+)
+
 #: What applies, and why the launch goes without LifeboatCache, ending in the remedy.
 TABLE: tuple[tuple[_Applies, str], ...] = (
     (
@@ -38,7 +59,7 @@ TABLE: tuple[tuple[_Applies, str], ...] = (
         "--disable-radix-cache leaves no prefixes to keep: start without it",
     ),
     (
-        _given("radix_cache_backend"),
+        _OTHER_CACHE,
         "--radix-cache-backend keeps prefixes in its own way: start without it",
     ),
     (_on("enable_lmcache"), "--enable-lmcache keeps KV itself: start without it"),
@@ -113,7 +134,9 @@ TABLE: tuple[tuple[_Applies, str], ...] = (
 )
 
 
-def standdown_reason(launch: Any, environ: Mapping[str, str] = os.environ) -> str | None:
+def standdown_reason(
+    launch: Any, environ: Mapping[str, str] = os.environ, *, ours: str | None = None
+) -> str | None:
     """Why a launch must go without LifeboatCache; ``None`` if it need not.
 
     Parameters
@@ -122,16 +145,20 @@ def standdown_reason(launch: Any, environ: Mapping[str, str] = os.environ) -> st
         SGLang's ``ServerArgs``, or a view of it.
     environ
         The environment.
+    ours
+        A prefix cache that is ours where the launch names it.
 
     Returns
     -------
     str or None
         One line that ends in the remedy.
     """
-    if environ.get("SGLANG_USE_MLX", "").strip().lower() in ("1", "true", "yes", "y", "on"):
-        return "the MLX backend keeps KV in pools of its own: start without SGLANG_USE_MLX"
+    if uses_mlx(environ):
+        for applies, reason in MLX_TABLE:
+            if applies(launch):
+                return reason
     for applies, reason in TABLE:
-        if applies(launch):
+        if applies(launch) and not (applies is _OTHER_CACHE and ours == launch.radix_cache_backend):
             return reason
     unreadable = unreadable_load_format(str(getattr(launch, "load_format", None) or "auto"))
     return f"{unreadable}; use --load-format auto" if unreadable else None

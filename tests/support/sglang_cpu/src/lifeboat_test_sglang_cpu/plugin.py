@@ -21,6 +21,8 @@ def register() -> None:
     if _registered or os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     _registered = True
+    if os.environ.get("SGLANG_USE_MLX") == "1":
+        _allow_mlx()
     from sglang.srt.mem_cache.pool_host import base, common, mamba, mha, mla
 
     from lifeboat_test_sglang_cpu import copies
@@ -34,6 +36,22 @@ def register() -> None:
     # SGLang keeps 10 GiB of memory free, which a small machine does not have at all.
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
     _allow_activation()
+
+
+def _allow_mlx() -> None:
+    """Let SGLang's MLX backend run with MLX's CPU build: it asks for Metal, and needs it not.
+
+    The scheduler has its overlapped loop for MLX on macOS only; it is the same code here.
+    """
+    from sglang.srt.hardware_backend.mlx import runtime
+
+    runtime._validate_runtime = lambda: None
+    from sglang.srt.hardware_backend.mlx.scheduler_mixin import SchedulerMlxOverlapMixin
+    from sglang.srt.managers import scheduler
+
+    for name, value in vars(SchedulerMlxOverlapMixin).items():
+        if not name.startswith("__"):
+            setattr(scheduler.SchedulerMlxOverlapMixin, name, value)
 
 
 def _allow_activation() -> None:
