@@ -474,12 +474,12 @@ def test_names_are_none_that_an_engine_shows() -> None:
     assert len(set(names)) == len(names)
     assert not engines & set(names)
     for info in METRICS:
-        assert re.fullmatch(r"lifeboat_node_[a-z_]+", info.name)
+        assert re.fullmatch(r"lifeboat_node_[a-z0-9_]+", info.name)
         assert info.name.endswith("_total") == (info.kind == "counter")
 
 
 def test_queries_of_the_document_name_metrics_that_exist() -> None:
-    named = set(re.findall(r"lifeboat_node_[a-z_]+", DOCUMENT))
+    named = set(re.findall(r"lifeboat_node_[a-z0-9_]+", DOCUMENT))
     named.discard("lifeboat_node_")
     assert {name.removesuffix("_bucket") for name in named} <= {info.name for info in METRICS}
 

@@ -39,6 +39,21 @@ _KEPT = frozenset(
 _KEPT_PREFIXES = ("LIFEBOAT_CACHE", "LC_", "NUMBA_")
 
 
+#: With a bucket among the tiers: what credentials and the way to it are found with.
+_FOR_BUCKETS = frozenset(
+    {
+        "ALL_PROXY",
+        "BOTO_CONFIG",
+        "HTTPS_PROXY",
+        "HTTP_PROXY",
+        "NO_PROXY",
+        "REQUESTS_CA_BUNDLE",
+        "SSL_CERT_DIR",
+        "SSL_CERT_FILE",
+    }
+)
+_FOR_BUCKETS_PREFIX = "AWS_"
+
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -56,11 +71,12 @@ def child_environment(
     config
         The configuration file, for ``LIFEBOAT_CACHE_CONFIG``; ``None`` leaves that as it is.
     """
-    names = _KEPT | _used_by(config, environ)
+    used, buckets = _used_by(config, environ)
+    names = _KEPT | used
     kept = {
         name: value
         for name, value in environ.items()
-        if name in names or name.startswith(_KEPT_PREFIXES)
+        if name in names or name.startswith(_KEPT_PREFIXES) or (buckets and _for_buckets(name))
     }
     kept[ENV_HOME] = str(home)
     named = str(config) if config is not None else kept.get(ENV_CONFIG, "")
@@ -70,10 +86,16 @@ def child_environment(
     return kept
 
 
-def _used_by(config: Path | None, environ: Mapping[str, str]) -> set[str]:
-    """Variables that the configuration refers to."""
+def _for_buckets(name: str) -> bool:
+    # Those of proxies are written both ways.
+    return name.upper() in _FOR_BUCKETS or name.startswith(_FOR_BUCKETS_PREFIX)
+
+
+def _used_by(config: Path | None, environ: Mapping[str, str]) -> tuple[set[str], bool]:
+    """Variables that the configuration refers to, and whether it has tiers that are buckets."""
     try:
-        files = load_config(config, environ).files
-        return {name for file in files for name in _VARIABLE.findall(file.read_text())}
+        loaded = load_config(config, environ)
+        names = {name for file in loaded.files for name in _VARIABLE.findall(file.read_text())}
+        return names, any(tier.type == "s3" for tier in loaded.config.storage.tiers)
     except (ConfigError, OSError, ValueError):
-        return set()  # the agent says what is wrong with it
+        return set(), False  # the agent says what is wrong with it

@@ -160,7 +160,7 @@ class Movers:
         tier = mover.tiers[0]
         return TargetFacts(
             name=tier.name,
-            location=str(tier.path),
+            location=tier.location,
             capacity_bytes=tier.capacity_bytes,
             reserve_bytes=tier.min_free_bytes,
             problem=mover.problem,
@@ -173,7 +173,7 @@ class Movers:
             said = mover.document.get("target")
             out.append(
                 {
-                    **(said if isinstance(said, dict) else {"path": str(mover.tiers[0].path)}),
+                    **(said if isinstance(said, dict) else {"path": mover.tiers[0].location}),
                     "mover": mover.document.get("pid", 0),
                     "engines": mover.document.get("engines", 0),
                 }

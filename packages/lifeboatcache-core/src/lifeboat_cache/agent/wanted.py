@@ -124,7 +124,10 @@ class WantedTarget:
 
 
 def of_config(config: Config, tiers: Sequence[Tier] | None = None) -> list[WantedTarget]:
-    """The enabled targets of a configuration, or those of some tiers, looked after as it says."""
+    """The enabled targets of a configuration, or those of some tiers, looked after as it says.
+
+    Buckets are looked after by others.
+    """
     return [
         WantedTarget(
             _resolved(str(tier.path)),
@@ -142,6 +145,7 @@ def of_config(config: Config, tiers: Sequence[Tier] | None = None) -> list[Wante
             tier.group,
         )
         for tier in (config.storage.places if tiers is None else tiers)
+        if tier.type != "s3"
     ]
 
 

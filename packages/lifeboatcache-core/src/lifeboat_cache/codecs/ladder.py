@@ -50,7 +50,12 @@ Mode = Literal["exact", "ladder"]
 #: KV, recurrent state, or what nothing is known of.
 Kind = Literal["kv", "kv8", "state", "unknown"]
 
-_RUNGS: dict[str, Rung] = {"filesystem": "local", "nfs": "shared", "ontap": "shared"}
+_RUNGS: dict[str, Rung] = {
+    "filesystem": "local",
+    "nfs": "shared",
+    "ontap": "shared",
+    "s3": "archive",
+}
 
 #: Codecs among which the fastest is chosen where every bit must be kept.
 EXACT_CODECS = (RAW, LOSSLESS, DENSE)

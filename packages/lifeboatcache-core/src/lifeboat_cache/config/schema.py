@@ -240,6 +240,10 @@ class Section(BaseModel):
         return kept
 
 
+#: Keys of tiers that only those of type `s3` have.
+_OF_S3 = ("bucket", "region", "endpoint_url", "prefix", "sse", "sse_kms_key_id")
+
+
 class Tier(Section):
     """One place to keep KV in."""
 
@@ -253,17 +257,89 @@ class Tier(Section):
         ),
     ] = Field(description="How the tier is called in logs, metrics and commands.")
     type: Annotated[
-        Literal["filesystem", "nfs", "ontap"],
-        Key(allowed="filesystem, nfs or ontap", example="filesystem"),
+        Literal["filesystem", "nfs", "ontap", "s3"],
+        Key(allowed="filesystem, nfs, ontap or s3", example="filesystem"),
     ] = Field(
         description="What kind of storage the tier is. `filesystem`: a directory. `nfs`: a "
         "directory on an NFS mount, which other hosts may use too. `ontap`: the same on a volume "
-        "of NetApp ONTAP."
+        "of NetApp ONTAP. `s3`: a bucket of an S3-compatible object store, which needs "
+        "`lifeboatcache-core[s3]`."
     )
     enabled: _Switch = Field(
         default=True, description="Whether the tier is used. Its data stays where it is."
     )
-    path: _Path = Field(description="The directory. Made on first use, readable by its owner only.")
+    path: _Path = Field(
+        description="The directory. Made on first use, readable by its owner only. Of `s3` it is a "
+        "directory on a local disk in which blocks wait to be uploaded; without it "
+        "`$LIFEBOAT_CACHE_HOME/s3/` and the tier's name.",
+    )
+    bucket: (
+        Annotated[
+            str,
+            Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{1,254}$"),
+            Key(allowed="the name of a bucket", example="kv-cache"),
+        ]
+        | None
+    ) = Field(default=None, description="Of `s3`: the bucket. It must be there.")
+    region: (
+        Annotated[
+            str,
+            Field(pattern=r"^[A-Za-z0-9-]{1,64}$"),
+            Key(allowed="the name of a region", example="eu-central-1"),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Of `s3`: the bucket's region. Without it, what boto3 is configured to use.",
+    )
+    endpoint_url: (
+        Annotated[
+            str,
+            Field(pattern=r"^https?://[^\s/@?#]+/?$"),
+            Key(
+                allowed="an address that begins with http:// or https://",
+                example="https://s3.example.com",
+            ),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Of `s3`: where the server is, if it is not AWS. Credentials come from boto3's "
+        "standard chain only (environment, `~/.aws`, the machine's role).",
+    )
+    prefix: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9!_.*'()/-]{0,256}$"),
+        Key(allowed="up to 256 characters that object names may have", example="llm/kv"),
+    ] = Field(
+        default="",
+        description="Of `s3`: what the names of all objects begin with. Hosts with the same bucket "
+        "and prefix share what they store.",
+    )
+    sse: (
+        Annotated[
+            Literal["AES256", "aws:kms", "aws:kms:dsse"],
+            Key(allowed="AES256, aws:kms or aws:kms:dsse", example="aws:kms"),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Of `s3`: how the server is asked to encrypt what it keeps. Without it, as the "
+        "bucket is configured.",
+    )
+    sse_kms_key_id: (
+        Annotated[
+            str,
+            Field(pattern=r"^\S{1,2048}$"),
+            Key(allowed="the identifier of a key", example="alias/kv-cache"),
+        ]
+        | None
+    ) = Field(default=None, description="Of `s3`: the key for `sse: aws:kms`.")
+    staging_gb: _Capacity = Field(
+        default=20.0,
+        description="Of `s3`: the most that may wait in `path` to be uploaded. Beyond it blocks "
+        "are dropped (`busy`).",
+    )
     mount: _Path | None = Field(
         default=None,
         description="The mount point that `path` is on. While nothing is mounted there the tier is "
@@ -312,7 +388,7 @@ class Tier(Section):
         default=None,
         description="How fast the tier is, compared with others: which codec it uses "
         "(`compression.ladder`), and which of several copies is read. Without it its type decides: "
-        "`local` for `filesystem`, `shared` for `nfs` and `ontap`.",
+        "`local` for `filesystem`, `shared` for `nfs` and `ontap`, `archive` for `s3`.",
     )
     capacity_gb: _Capacity | None = Field(
         default=None,
@@ -369,6 +445,45 @@ class Tier(Section):
         """The bandwidth limit in bytes per second, or None for none."""
         limit = self.bandwidth_limit_gbps
         return None if limit is None else limit * 1e9 / 8
+
+    @property
+    def staging_bytes(self) -> int:
+        """What may wait to be uploaded, in bytes."""
+        return round(self.staging_gb * 1e9)
+
+    @property
+    def location(self) -> str:
+        """Where its blocks are, for people."""
+        if self.type != "s3":
+            return str(self.path)
+        trimmed = self.prefix.strip("/")
+        where = f"s3://{self.bucket}" + (f"/{trimmed}" if trimmed else "")
+        return where + (f" at {self.endpoint_url}" if self.endpoint_url else "")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stage(cls, data: object) -> object:
+        """Give a bucket its local directory."""
+        if isinstance(data, dict) and data.get("type") == "s3" and data.get("path") is None:
+            return {**data, "path": f"$LIFEBOAT_CACHE_HOME/s3/{data.get('name')}"}
+        return data
+
+    @model_validator(mode="after")
+    def _whole(self) -> Tier:
+        if self.type == "s3":
+            if self.bucket is None:
+                raise SettingError(("bucket",), "a tier of type s3 needs one: the bucket's name")
+            if self.sse_kms_key_id is not None and not str(self.sse).startswith("aws:kms"):
+                raise SettingError(
+                    ("sse_kms_key_id",), "a key is used with `sse: aws:kms` only: set that too"
+                )
+            return self
+        for name in _OF_S3:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise SettingError(
+                    (name,), f"tiers of type {self.type} have none: remove it, or set `type: s3`"
+                )
+        return self
 
     @property
     def file_mode_bits(self) -> int:
@@ -435,6 +550,13 @@ class FallbackLocal(Section):
             direct_io="auto",
             timeout_s=10.0,
             bandwidth_limit_gbps=None,
+            bucket=None,
+            region=None,
+            endpoint_url=None,
+            prefix="",
+            sse=None,
+            sse_kms_key_id=None,
+            staging_gb=20.0,
         )
 
 

@@ -132,11 +132,12 @@ class MoverClient:
             return self.reason
         if not self._breaker.closed:
             return (
-                f"{self._tier.path} is not used: {self._breaker.reason}; it is tried again by "
-                "itself: check its mount and its server"
+                f"{self._tier.location} is not used: {self._breaker.reason}; it is tried again by "
+                f"itself: check {'the network' if self._tier.type == 's3' else 'its mount'} and "
+                "its server"
             )
         if not link.usable():
-            return str(link.status.get("reason") or f"{self._tier.path} is being opened")
+            return str(link.status.get("reason") or f"{self._tier.location} is being opened")
         return ""
 
     def describe(self, layout: KVLayout) -> None:

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lifeboat_cache import kernels
 from lifeboat_cache.agent.caretaker import Caretaker
@@ -36,6 +37,9 @@ from lifeboat_cache.registry.files import replace_json, run_directory
 from lifeboat_cache.registry.host import process_start
 from lifeboat_cache.targets.opening import target_of
 from lifeboat_cache.version import __version__
+
+if TYPE_CHECKING:
+    from lifeboat_cache.s3.caretaker import S3Caretaker
 
 __all__ = ["BEAT_S", "Mover", "run_mover"]
 
@@ -77,6 +81,7 @@ class Mover:
         self._throttle = Throttle()
         self._hosts = Hosts(self._make_target, places.home)
         self._caretaker: Caretaker | None = None
+        self._bucket: S3Caretaker | None = None
         self._sessions: list[Session] = []
         self._guard = threading.Lock()
         self._probe: threading.Thread | None = None
@@ -102,6 +107,9 @@ class Mover:
             return
         limits = [tier.bandwidth_limit_bytes for tier in self._tiers]
         self._throttle.limit(min((one for one in limits if one is not None), default=None))
+        if self._tiers[0].type == "s3":
+            self._look_after_bucket()
+            return
         self._config.look()
         config = self._config.config or Config.model_validate({})
         all_wanted = [one for tier in self._tiers for one in of_config(config, [tier])]
@@ -112,6 +120,28 @@ class Mover:
             self._caretaker = Caretaker(wanted, self._places.home)
         else:
             self._caretaker.update(wanted)
+
+    def _look_after_bucket(self) -> None:
+        from lifeboat_cache.s3.caretaker import S3Caretaker
+        from lifeboat_cache.s3.settings import S3Settings
+
+        # Where engines disagree the smallest capacity and the largest reserve count.
+        wanted = [S3Settings.from_tier(tier) for tier in self._tiers]
+        capacities = [one.capacity for one in wanted if one.capacity is not None]
+        settings = replace(
+            wanted[0],
+            capacity=min(capacities, default=None),
+            staging=min(one.staging for one in wanted),
+            reserve=max(one.reserve for one in wanted),
+        )
+        if self._bucket is None:
+            self._bucket = S3Caretaker(settings)
+        else:
+            self._bucket.update(settings)
+
+    def _busy(self) -> bool:
+        """Whether it has something to do that nobody waits for."""
+        return self._bucket is not None and self._bucket.busy
 
     def _probe_for(self, session: Session) -> None:
         """Have the target probed, on a thread of its own: it may never answer."""
@@ -140,7 +170,7 @@ class Mover:
     # What it says -----------------------------------------------------------
 
     def _document(self) -> dict[str, Any]:
-        caretaker = self._caretaker
+        caretaker = self._caretaker or self._bucket
         with self._guard:
             engines = len(self._sessions)
         return {
@@ -222,7 +252,7 @@ class Mover:
             if self._replaced.is_set():
                 return "another has taken its place"
             with self._guard:
-                if self._sessions:
+                if self._sessions or self._busy():
                     self._last_use = clock()
             if clock() - self._last_use >= self._lease_s:
                 return f"nobody has wanted it for {self._lease_s:g} s"

@@ -209,7 +209,7 @@ class RemoteStore:
                 name=tier.name,
                 type=tier.type,
                 rung=rung_of(tier.type),
-                location=str(tier.path),
+                location=tier.location,
                 state=state,
                 reason=self._why(),
                 writing=self.usable,

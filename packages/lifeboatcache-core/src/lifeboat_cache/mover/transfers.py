@@ -419,7 +419,9 @@ class Transfers:
             self._window = min(link.arena.size // 2, int(1.25 * self._window))
 
     def _judge(self, outcomes: npt.NDArray[np.uint8]) -> None:
-        if (outcomes == Outcome.FAILED).all():
+        # A mover answers so for a target that it reaches over a network of its own.
+        lost = (outcomes == Outcome.FAILED) | (outcomes == Outcome.UNAVAILABLE)
+        if lost.all():
             self._breaker.failed("the target answers with errors; see mover.log")
         elif not (outcomes == Outcome.UNAVAILABLE).any():
             self._breaker.succeeded()

@@ -32,8 +32,8 @@ The agent's document::
     kind        "agent"
     state       what it does ("active", …), and ``reason``, what it cannot do and why
     targets     [{name, location, used_bytes, capacity_bytes, free_bytes, reserve_bytes,
-                  blocks, read_bytes_per_second, problem, codecs: {codec: {blocks, raw_bytes,
-                  bytes}}}, …]; what has not been measured is null
+                  blocks, read_bytes_per_second, staged_bytes, problem, codecs: {codec: {blocks,
+                  raw_bytes, bytes}}}, …]; what has not been measured is null
     recent      {}
     counters    label ``target``
 
@@ -151,10 +151,14 @@ class TargetFacts:
         Bytes per second that it delivers; ``None`` = not measured.
     codecs
         Blocks by codec: how many, bytes of KV in them, bytes that are stored.
+    staged_bytes
+        Bytes that wait to be uploaded; ``None`` where nothing is.
     counters
         What only grows: ``evicted_blocks``, ``evicted_bytes``, ``corrupt_blocks``,
         ``reclaimed_bytes``, ``removed_segments``, ``compacted_segments``,
-        ``compacted_bytes``, ``janitor_passes``, ``janitor_seconds``.
+        ``compacted_bytes``, ``janitor_passes``, ``janitor_seconds``; of buckets
+        ``s3_requests:`` and a verb, ``s3_errors:`` and a kind, ``s3_received_bytes``,
+        ``s3_sent_bytes``, ``s3_uploaded_segments``.
     """
 
     name: str
@@ -167,6 +171,7 @@ class TargetFacts:
     problem: str = ""
     read: float | None = None
     codecs: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    staged_bytes: int | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -191,6 +196,7 @@ def agent_document(
                 "reserve_bytes": target.reserve_bytes,
                 "blocks": target.blocks,
                 "read_bytes_per_second": target.read,
+                "staged_bytes": target.staged_bytes,
                 "codecs": {
                     codec: {"blocks": sums[0], "raw_bytes": sums[1], "bytes": sums[2]}
                     for codec, sums in target.codecs.items()

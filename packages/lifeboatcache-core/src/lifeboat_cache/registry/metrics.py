@@ -26,6 +26,8 @@ from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.registry.health import agent_of, living_stores, problems
 from lifeboat_cache.registry.processes import ProcessEntry
 from lifeboat_cache.registry.totals import OTHER, Snapshot
+from lifeboat_cache.s3.errors import Fault
+from lifeboat_cache.s3.traffic import VERBS
 
 __all__ = ["METRICS", "MetricInfo", "families"]
 
@@ -34,6 +36,8 @@ _STORE = ("namespace", "engine", "target")
 _TARGET = ("target",)
 _TARGET_CODEC = ("target", "codec")
 _ENGINE = ("engine",)
+_TARGET_VERB = ("target", "verb")
+_TARGET_KIND = ("target", "kind")
 _TIER = ("tier",)
 _TIER_CODEC = ("tier", "codec")
 _TIER_OUTCOME = ("tier", "outcome")
@@ -46,6 +50,8 @@ _SPLITS = {
     "outcome": frozenset(outcome.name.lower() for outcome in Outcome),
     "codec": frozenset(CODEC_NAMES) | {MIXED, "unknown"},
     "reason": frozenset({"queue", "closed", "gone"}) | {one.name.lower() for one in Outcome},
+    "verb": frozenset(VERBS),
+    "kind": frozenset(fault.value for fault in Fault),
 }
 
 #: One sample: the values of its labels, and its own.
@@ -141,6 +147,11 @@ _COUNTERS = (
     _counter("compacted_bytes", _TARGET, "Bytes copied by that."),
     _counter("janitor_passes", _TARGET, "Times that the agent looked for space to reclaim."),
     _counter("janitor_seconds", _TARGET, "Seconds that took."),
+    _counter("s3_requests:", _TARGET_VERB, "Requests sent to the object store, by verb."),
+    _counter("s3_errors:", _TARGET_KIND, "Answers of it that were errors, or none, by kind."),
+    _counter("s3_sent_bytes", _TARGET, "Bytes sent to it."),
+    _counter("s3_received_bytes", _TARGET, "Bytes received from it."),
+    _counter("s3_uploaded_segments", _TARGET, "Segments uploaded to it."),
 )
 
 _GAUGES = (
@@ -170,6 +181,7 @@ _GAUGES = (
     _gauge("target_codec_raw_bytes", _TARGET_CODEC, "Bytes of KV in them."),
     _gauge("target_codec_bytes", _TARGET_CODEC, "Bytes that are stored for them."),
     _gauge("target_read_bytes_per_second", _TARGET, "What the target delivers, measured."),
+    _gauge("target_staged_bytes", _TARGET, "Bytes that wait to be uploaded to the bucket."),
     _gauge("target_breaker_open", _TARGET, "Stores that do not use the target for now."),
     _gauge("target_abandoned_bytes", _TARGET, "Bytes of jobs given up that it may still touch."),
     _gauge("target_load_seconds", _TARGET, "Seconds that 99 of 100 transfers from it take."),
@@ -336,6 +348,7 @@ def _gauges(entries: Sequence[ProcessEntry], namespaces: set[str]) -> dict[str, 
             "reserve_bytes",
             "blocks",
             "read_bytes_per_second",
+            "staged_bytes",
         ):
             put(f"target_{name}", labels, target.get(name))
         for codec, sums in _dict(target.get("codecs")).items():

@@ -83,6 +83,9 @@ _WRITER_RETRY_S = 5.0
 #: Threads without work end within so many seconds.
 _END_S = 10.0
 
+#: What says nothing about a record that was to be read.
+_UNREAD = (Outcome.CANCELLED, Outcome.TIMEOUT, Outcome.UNAVAILABLE)
+
 #: What repeats is said again after so many seconds.
 _SAY_AGAIN_S = 600.0
 
@@ -651,7 +654,7 @@ class BlockStore:
 
     def _start(self, job: Job, reserved: int, size: int) -> None:
         """Cut a job into tasks and run them."""
-        batch = job.batch
+        batch, reader = job.batch, self._reader
         plan = self._plan_store if job.kind == "store" else partial(self._plan_load, {})
         part_bytes = self._executor.part_bytes(size)
         progress = new_progress()
@@ -669,7 +672,10 @@ class BlockStore:
                         continue
                     for task in tasks:
                         task.progress = progress
-                    self._executor.submit(tasks)
+                    if reader is not None and job.kind == "load":
+                        reader.fetch(tasks, self._executor.submit, self._finish_tasks)
+                    else:
+                        self._executor.submit(tasks)
         except Exception:  # a fault of ours: the rest fails, the engine goes on
             _log.exception("LifeboatCache: planning a job failed; please report this")
             job.outcomes[job.outcomes == Outcome.PENDING] = Outcome.FAILED
@@ -933,6 +939,8 @@ class BlockStore:
     def _finish_loads(self, tasks: list[IoTask]) -> None:
         """Deal with what was not read, or is not what it should be."""
         for task in tasks:
+            if self._reader is not None:
+                self._reader.settle(task)
             self._believe(task)
             bad = np.flatnonzero(task.outcomes != Outcome.OK)
             if not bad.shape[0]:
@@ -955,7 +963,7 @@ class BlockStore:
             doubted = self._doubted(places, np.concatenate((wrong, short)))
             outcomes[doubted] = Outcome.MISSING
             task.outcomes[bad] = outcomes
-            lost = np.flatnonzero((outcomes != Outcome.CANCELLED) & ~doubted)
+            lost = np.flatnonzero(~np.isin(outcomes, _UNREAD) & ~doubted)
             self._forget(places[lost], outcomes[lost])
 
     def _believe(self, task: IoTask) -> None:

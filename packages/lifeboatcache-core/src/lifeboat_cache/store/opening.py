@@ -126,7 +126,7 @@ class _Members:
             name=tier.name,
             type=tier.type,
             rung=tier.rung or rung_of(tier.type),
-            location=str(tier.path),
+            location=tier.location,
             open=partial(self._open, tier),
             probe=None if remote else partial(_probe, tier),
             look=None if remote else partial(_identity, tier),

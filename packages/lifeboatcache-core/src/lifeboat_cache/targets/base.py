@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from lifeboat_cache.batch import BlockBuffers
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
+
+if TYPE_CHECKING:
+    from lifeboat_cache.store.io_task import IoTask
 
 __all__ = [
     "JournalPage",
@@ -316,6 +319,33 @@ class TargetReader(ABC):
         OSError
             If it cannot be opened; ``ENOENT`` or ``ESTALE`` if it has gone.
         """
+
+    def fetch(
+        self,
+        tasks: list[IoTask],
+        ready: Callable[[list[IoTask]], None],
+        failed: Callable[[list[IoTask]], None],
+    ) -> None:
+        """Bring what tasks read to where they can read it.
+
+        Parameters
+        ----------
+        tasks
+            Loads from segments that :meth:`open_segment` has opened.
+        ready
+            Called with tasks that can be run now; from any thread, for each of them once.
+        failed
+            Called instead with those of which nothing was brought; their outcomes are filled in.
+        """
+        del failed
+        ready(tasks)
+
+    def settle(self, task: IoTask) -> None:
+        """Say that a task is over that went through :meth:`fetch`.
+
+        Its outcomes are changed where what it has read is not what it should have read.
+        """
+        del task
 
     @abstractmethod
     def declared_dead(self, places: Sequence[Place], slots: Sequence[int]) -> list[bool]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from lifeboat_cache.errors import FormatError, LifeboatError, NewerFormatError, TargetError
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_JOURNAL, FileHeader
@@ -66,6 +66,8 @@ from lifeboat_cache.targets.writer_lock import lock_owner, writer_alive
 
 __all__ = ["FilesystemTarget", "TierSettings"]
 
+_Writer = TypeVar("_Writer", bound=SegmentWriter)
+
 _log = logging.getLogger("lifeboat_cache")
 
 #: What all writers use together is measured again after so many seconds …
@@ -103,7 +105,7 @@ class TierSettings(Protocol):
     @property
     def direct_io(self) -> Literal["auto", "on", "off"]: ...
     @property
-    def type(self) -> Literal["filesystem", "nfs", "ontap"]: ...
+    def type(self) -> Literal["filesystem", "nfs", "ontap", "s3"]: ...
     @property
     def mount(self) -> Path | None: ...
     @property
@@ -177,7 +179,17 @@ class FilesystemTarget(Target):
 
     @classmethod
     def from_tier(cls, tier: TierSettings) -> FilesystemTarget:
-        """From a tier of the configuration."""
+        """From a tier of the configuration.
+
+        Raises
+        ------
+        TargetError
+            If the tier is no directory.
+        """
+        if tier.type == "s3":
+            raise TargetError(
+                errno.ENOTDIR, f"tier {tier.name} is a bucket: choose a tier that is a directory"
+            )
         target = cls(
             tier.path,
             name=tier.name,
@@ -475,9 +487,19 @@ class FilesystemTarget(Target):
         return writer
 
     def _start_writer(self, directory: Path, namespace: Namespace) -> SegmentWriter:
+        return self._make_writer(SegmentWriter, directory, namespace)
+
+    def _make_writer(
+        self, kind: type[_Writer], directory: Path, namespace: Namespace, **options: Any
+    ) -> _Writer:
         make_directory(directory)
-        return SegmentWriter(
-            directory, namespace, direct=self.direct, allowance=self._allow, settled=self._settle
+        return kind(
+            directory,
+            namespace,
+            direct=self.direct,
+            allowance=self._allow,
+            settled=self._settle,
+            **options,
         )
 
     def reader(self, namespace: Namespace) -> TargetReader:

@@ -11,4 +11,8 @@ __all__ = ["target_of"]
 
 def target_of(tier: Tier) -> Target:
     """The target of a tier; nothing is read or made, and no path is looked at."""
+    if tier.type == "s3":
+        from lifeboat_cache.s3.target import S3Target
+
+        return S3Target.from_tier(tier)
     return FilesystemTarget.from_tier(tier)

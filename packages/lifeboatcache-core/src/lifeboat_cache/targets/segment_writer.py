@@ -341,6 +341,21 @@ class SegmentWriter(TargetWriter):
             segment.next_slot += len(sizes)
             return segment
 
+    @property
+    def current(self) -> int:
+        """Number of the segment that is written to; -1 if the next record begins another one."""
+        with self._lock:
+            return -1 if self._segment is None else self._segment.number
+
+    def seal(self, age_s: float) -> None:
+        """Go on with another segment if there are records in this one and it is so old."""
+        with self._lock:
+            segment = self._segment
+            if segment is None or segment.offset == HEADER_BYTES:
+                return
+            if time.monotonic() - segment.created >= age_s:
+                self._segment = None
+
     def give_back(self, entries: Entries, file: OpenFile) -> None:
         start = int(entries["offset"][0])
         end = int(entries["offset"][-1]) + _padded(int(entries["stored_length"][-1]))

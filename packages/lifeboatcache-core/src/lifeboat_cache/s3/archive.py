@@ -1,0 +1,359 @@
+"""A bucket as one process uses it: shared by all stores that keep blocks there.
+
+Who asks for the same bucket with the same settings gets the same :class:`Archive`.
+
+For eviction (whoever deletes from the bucket)
+----------------------------------------------
+- :meth:`Archive.namespaces` and ``Catalog.segments`` say what there is: a listing of feeds alone
+  has names, ages and sizes of all segments.
+- :meth:`Archive.remove` deletes whole segments: first it puts an object ``.gone`` in the feed,
+  which others read within a minute, then it deletes what the feed says of the segments, then the
+  segments. Each step may be cut off, repeated, and done by two hosts at once: what is not there
+  counts as deleted. A reader that is later finds no object, and forgets the segment.
+- What is hot is moved by storing it again with a writer of one's own before its segment is removed.
+- Who does it: an object that is put with a condition (:meth:`S3Client.put` with ``absent`` and
+  ``replacing``) works as a lease; it only saves work.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from lifeboat_cache.errors import ForeignDataError, NewerFormatError
+from lifeboat_cache.format.header import FORMAT_VERSION
+from lifeboat_cache.s3.catalog import Catalog
+from lifeboat_cache.s3.client import S3Client
+from lifeboat_cache.s3.errors import Fault, S3Error
+from lifeboat_cache.s3.fetcher import Fetcher
+from lifeboat_cache.s3.health import Health
+from lifeboat_cache.s3.names import FeedName, Names, parse_feed
+from lifeboat_cache.s3.settings import S3Settings
+from lifeboat_cache.s3.slices import blocks_of, pack_gone
+from lifeboat_cache.s3.staging import StagedWriter, StagingTarget
+from lifeboat_cache.s3.uploader import Uploader
+from lifeboat_cache.targets.layout import new_writer_id
+
+__all__ = ["Archive", "archive_of"]
+
+
+class Archive:
+    """One bucket, its local directory, and what is known of it. Thread-safe.
+
+    Parameters
+    ----------
+    settings
+        Which bucket, and how it is used. Nothing is touched before it is needed.
+    """
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.settings = settings
+        self.names = Names.of(settings.prefix)
+        self.health = Health()
+        self.identity = new_writer_id()
+        self._lock = threading.Lock()
+        self._client: S3Client | None = None
+        self._fetcher: Fetcher | None = None
+        self._catalogs: dict[bytes, Catalog] = {}
+        self._writers: set[StagedWriter] = set()
+        self._known_documents: set[str] = set()
+        self._surveyed: dict[str, tuple[int, int]] = {}
+        self.staging = StagingTarget(
+            settings.path / "staging",
+            name=settings.name,
+            capacity=settings.staging,
+            reserve=settings.reserve,
+            direct_io=settings.direct_io,
+            opened=self._opened,
+            closed=self._closed,
+            fits=self._fits,
+        )
+        self.uploader = Uploader(self)
+
+    def limit(self, settings: S3Settings) -> None:
+        """Use the limits of other settings for the same place."""
+        self.settings = settings
+        self.staging.limit(settings.staging, settings.reserve)
+
+    @property
+    def client(self) -> S3Client:
+        """The way to the bucket.
+
+        Raises
+        ------
+        TargetError
+            If boto3 is missing, or its configuration cannot be used.
+        """
+        with self._lock:
+            if self._client is None:
+                of = self.settings
+                self._client = S3Client(
+                    of.bucket,
+                    endpoint_url=of.endpoint_url,
+                    region=of.region,
+                    sse=of.sse,
+                    sse_kms_key_id=of.sse_kms_key_id,
+                )
+            return self._client
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """What loads read with."""
+        client = self.client
+        with self._lock:
+            if self._fetcher is None:
+                self._fetcher = Fetcher(client, self.health, self.settings.timeout_s)
+            return self._fetcher
+
+    @property
+    def has_fetcher(self) -> bool:
+        """Whether anything was read from the bucket yet."""
+        return self._fetcher is not None
+
+    def catalog(self, digest: bytes) -> Catalog:
+        """What is known of a namespace, given as 32 bytes."""
+        client = self.client
+        with self._lock:
+            found = self._catalogs.get(digest)
+            if found is None:
+                cache = self.settings.path / "journals" / digest.hex()[:32]
+                found = self._catalogs[digest] = Catalog(client, self.names, digest, cache)
+            return found
+
+    def catalogs(self) -> dict[bytes, Catalog]:
+        """Those that are in use, by namespace."""
+        with self._lock:
+            return dict(self._catalogs)
+
+    # Probing ----------------------------------------------------------------
+
+    def probe(self) -> None:
+        """Put, read and delete a small object, here and in the local directory.
+
+        Raises
+        ------
+        TargetError
+            If the bucket or the directory cannot be used.
+        """
+        self.staging.probe()
+        client = self.client
+        client.check_bucket()
+        self._check_marker()
+        key = self.names.probe(secrets.token_hex(8))
+        content = secrets.token_bytes(16)
+        client.put(key, content)
+        try:
+            found = client.get(key)
+        finally:
+            client.delete([key])
+        if found != content:
+            raise S3Error(
+                Fault.SERVER,
+                f"{self.settings.location}: an object that was put is another one when it is read: "
+                "check the server",
+            )
+        self.health.good()
+
+    def _check_marker(self) -> None:
+        client, marker = self.client, self.names.marker
+        try:
+            text = client.get(marker)
+        except S3Error as exc:
+            if exc.fault is not Fault.MISSING:
+                raise
+            client.put(marker, json.dumps({"format": FORMAT_VERSION}).encode(), absent=True)
+            return
+        try:
+            version = int(json.loads(text)["format"])
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            raise ForeignDataError(
+                f"{marker} in {self.settings.location} is damaged: delete that object if the "
+                "prefix holds nothing but KV of LifeboatCache, or set the tier's prefix"
+            ) from exc
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"{self.settings.location} is in format {version}, this release knows up to "
+                f"{FORMAT_VERSION}: upgrade lifeboatcache-core, or set another prefix"
+            )
+
+    # Staging ----------------------------------------------------------------
+
+    def _opened(self, writer: StagedWriter) -> None:
+        with self._lock:
+            self._writers.add(writer)
+        self.uploader.start()
+
+    def _closed(self, writer: StagedWriter) -> None:
+        with self._lock:
+            self._writers.discard(writer)
+        self.uploader.wake()
+
+    def writers(self) -> list[StagedWriter]:
+        """Writers of this process."""
+        with self._lock:
+            return list(self._writers)
+
+    def _fits(self, wanted: int) -> bool:
+        capacity = self.settings.capacity
+        return capacity is None or self.used() + wanted <= capacity
+
+    def used(self) -> int:
+        """Bytes of all segments in the bucket, as far as is known."""
+        followed = {digest.hex()[:32]: one.used for digest, one in self.catalogs().items()}
+        with self._lock:
+            others = {folder: size for folder, (size, _) in self._surveyed.items()}
+        return sum({**others, **followed}.values())
+
+    def blocks(self) -> int | None:
+        """Records in the bucket, as far as is known; ``None`` = not at all yet."""
+        with self._lock:
+            if not self._surveyed:
+                return None
+            return sum(blocks for _, blocks in self._surveyed.values())
+
+    def staged(self) -> int:
+        """Bytes of segments that are not in the bucket yet."""
+        return sum(self.staging.allocated(one) for one in self.staging.directories())
+
+    def survey(self) -> dict[str, dict[FeedName, int]]:
+        """Look at the feeds of all namespaces; one request for each thousand segments.
+
+        Returns
+        -------
+        dict
+            By namespace (the name of its directory): what is in its feed, and the sizes of these
+            objects.
+
+        Raises
+        ------
+        S3Error
+            If that could not be listed.
+        """
+        found = {folder: self.feed(folder) for folder in self.namespaces()}
+        surveyed = {}
+        for folder, feed in found.items():
+            journals = {name: size for name, size in feed.items() if name.kind == "journal"}
+            used = {(name.writer, name.number): name.size for name in journals}
+            blocks = sum(blocks_of(size) for size in journals.values())
+            surveyed[folder] = (sum(used.values()), blocks)
+        with self._lock:
+            self._surveyed = surveyed
+        return found
+
+    def feed(self, folder: str) -> dict[FeedName, int]:
+        """What is in the feed of a namespace, and the sizes of these objects.
+
+        Raises
+        ------
+        S3Error
+            If it could not be listed.
+        """
+        feed = self.names.feed(folder)
+        found: dict[FeedName, int] = {}
+        for item in self.client.objects(feed):
+            name = parse_feed(item.key[len(feed) :])
+            if name is not None:
+                found[name] = item.size
+        return found
+
+    def document(self, folder: str, text: bytes) -> None:
+        """Put the description of a namespace, unless it is there.
+
+        Raises
+        ------
+        S3Error
+            If it cannot be put.
+        """
+        if folder not in self._known_documents:
+            self.client.put(self.names.document(folder), text, absent=True)
+            self._known_documents.add(folder)
+
+    # What is in the bucket --------------------------------------------------
+
+    def namespaces(self) -> list[str]:
+        """Names of the directories of all namespaces in the bucket. Raises :class:`S3Error`."""
+        folders = self.client.folders(self.names.prefix)
+        return [folder for folder in folders if Names.is_namespace(folder)]
+
+    def remove(self, digest: bytes, places: Sequence[tuple[bytes, int]]) -> None:
+        """Delete segments from the bucket; see the module.
+
+        Raises
+        ------
+        S3Error
+            If it could not be done to the end. It may be done again.
+        """
+        catalog = self.catalog(digest)
+        feed = [name for place in places for name in catalog.feed_names(*place)]
+        self.remove_from(digest.hex()[:32], places, feed)
+        catalog.forget(places)
+
+    def remove_from(
+        self, folder: str, places: Sequence[tuple[bytes, int]], feed: Sequence[FeedName]
+    ) -> None:
+        """Delete segments and objects of a feed, as :meth:`remove` does; nothing is asked before.
+
+        Raises
+        ------
+        S3Error
+            If it could not be done to the end.
+        """
+        client = self.client
+        if places:
+            number = secrets.randbelow(10**8)
+            notice = FeedName(int(client.now()), self.identity, number, 0, "gone")
+            client.put(self.names.in_feed(folder, notice), pack_gone(places))
+        # What nobody finds may go.
+        left = client.delete(self.names.in_feed(folder, name) for name in feed)
+        left += client.delete(
+            self.names.segment(folder, writer, number) for writer, number in places
+        )
+        if left:
+            raise S3Error(
+                Fault.REFUSED,
+                f"{self.settings.location}: {len(left)} objects could not be deleted: check that "
+                "the credentials may delete",
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """What it does and costs, for people and metrics."""
+        client = self._client
+        if client is None:
+            return {}
+        traffic = client.traffic.snapshot()
+        return {
+            "requests": dict(traffic.requests),
+            "errors": dict(traffic.errors),
+            "bytes_in": traffic.bytes_in,
+            "bytes_out": traffic.bytes_out,
+            "staged_bytes": self.uploader.waiting,
+            "problem": self.uploader.problem or self.health.problem,
+        }
+
+    def close(self) -> None:
+        """End its threads. What is staged stays for the next process."""
+        self.uploader.stop()
+        with self._lock:
+            fetcher, client = self._fetcher, self._client
+        if fetcher is not None:
+            fetcher.close()
+        if client is not None:
+            client.close()
+
+
+_archives: dict[tuple[object, ...], Archive] = {}
+_guard = threading.Lock()
+
+
+def archive_of(settings: S3Settings) -> Archive:
+    """The archive of this process for some settings. The last limits count."""
+    with _guard:
+        found = _archives.get(settings.place)
+        if found is None:
+            found = _archives[settings.place] = Archive(settings)
+        elif found.settings != settings:
+            found.limit(settings)
+        return found

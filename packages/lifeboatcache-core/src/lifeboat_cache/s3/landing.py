@@ -1,0 +1,97 @@
+"""Memory that parts of objects are read into, where the kernels find them as in a file."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+
+__all__ = ["Landing", "LandingArea"]
+
+#: What is under way may take so many bytes.
+_LIMIT_BYTES = 512 << 20
+
+#: What is kept for the next use; new memory costs page faults.
+_KEPT_BYTES = 128 << 20
+_KEPT_S = 30.0
+
+_LEAST_BYTES = 1 << 20
+
+
+class Landing:
+    """A piece of memory that has a descriptor."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.fd = os.memfd_create("lifeboat-s3", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self._map = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.view = memoryview(self._map)
+        self.idle_since = 0.0
+
+    def close(self) -> None:
+        """Give it back to the system."""
+        self.view.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+class LandingArea:
+    """Hands out memory, no more at a time than there may be. Thread-safe."""
+
+    def __init__(self, limit: int = _LIMIT_BYTES) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._used = 0
+        self._idle: list[Landing] = []
+
+    def take(self, size: int, patience_s: float) -> Landing | None:
+        """Memory for ``size`` bytes; ``None`` if none becomes free in time."""
+        wanted = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
+        with self._changed:
+            free = self._changed.wait_for(
+                lambda: not self._used or self._used + wanted <= self._limit, patience_s
+            )
+            if not free:
+                return None
+            self._used += wanted
+            for number in range(len(self._idle) - 1, -1, -1):
+                if self._idle[number].size == wanted:
+                    return self._idle.pop(number)
+        try:
+            return Landing(wanted)
+        except BaseException:
+            with self._changed:
+                self._used -= wanted
+                self._changed.notify_all()
+            raise
+
+    def give_back(self, landing: Landing) -> None:
+        """Say that nothing uses a piece of memory any more."""
+        now = time.monotonic()
+        landing.idle_since = now
+        with self._changed:
+            self._used -= landing.size
+            self._idle.append(landing)
+            kept = sum(one.size for one in self._idle)
+            old: list[Landing] = []
+            while self._idle and (kept > _KEPT_BYTES or now - self._idle[0].idle_since > _KEPT_S):
+                old.append(self._idle.pop(0))
+                kept -= old[-1].size
+            self._changed.notify_all()
+        for one in old:
+            one.close()
+
+    def tidy(self) -> None:
+        """Give memory back to the system that was not used for a while."""
+        oldest = time.monotonic() - _KEPT_S
+        with self._changed:
+            old = [one for one in self._idle if one.idle_since < oldest]
+            self._idle = [one for one in self._idle if one.idle_since >= oldest]
+        for one in old:
+            one.close()

@@ -1,0 +1,256 @@
+"""Blocks in a bucket of a real S3 server: stored, found by others, kept through faults."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from s3_proxy import Fault, S3Proxy, s3_proxy
+from s3_server import S3Server
+
+from lifeboat_cache.batch import BlockBatch, BlockBuffers
+from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.s3.archive import Archive
+from lifeboat_cache.s3.settings import S3Settings
+from lifeboat_cache.s3.target import S3Target
+from lifeboat_cache.store.block_store import BlockStore
+
+BLOCKS, SIZE = 40, 64 << 10
+NAMESPACE = Namespace.from_identity({"model": "test of buckets"}, {})
+KEYS = [hashlib.sha256(str(number).encode()).digest() for number in range(BLOCKS)]
+CONTENT = np.random.default_rng(7).integers(0, 256, (BLOCKS, SIZE), dtype=np.uint8)
+
+
+class Node:
+    """A host of its own: only the bucket is shared."""
+
+    def __init__(self, path: Path, bucket: str, endpoint: str, **settings: object) -> None:
+        options = {"timeout_s": 5.0, **settings}
+        self.archive = Archive(S3Settings("cold", path, bucket, endpoint, **options))  # type: ignore[arg-type]
+        self.target = S3Target(self.archive.settings)
+        self.target._archive = self.archive
+        self.store = BlockStore(NAMESPACE, [self.target])
+        assert self.store.wait_recovered(60)
+
+    def keep(self, first: int = 0, last: int = BLOCKS) -> list[int]:
+        blocks = [CONTENT[number] for number in range(first, last)]
+        job = self.store.store(BlockBatch(KEYS[first:last], BlockBuffers.from_buffers(blocks)))
+        assert self.store.drain(60)
+        return list(job.outcomes.tolist())
+
+    def load(self) -> npt.NDArray[np.uint8]:
+        """Load all; what is reported as loaded has to be right."""
+        memory = np.zeros_like(CONTENT)
+        batch = BlockBatch(KEYS, BlockBuffers.from_buffers(list(memory)))
+        job = self.store.load(batch)
+        assert self.store.drain(60)
+        good = job.outcomes == Outcome.OK
+        assert (memory[good] == CONTENT[good]).all()
+        return job.outcomes.copy()
+
+    def upload(self) -> None:
+        assert self.archive.uploader.flush(60), self.archive.uploader.problem
+
+    def hits(self) -> int:
+        return int((self.store.lookup(KEYS) == 1).sum())
+
+    def look(self) -> None:
+        """Take in now what others have done."""
+        self.archive.catalog(NAMESPACE.digest).refresh(whole=True)
+        self.store._follow(recovering=False)
+        self.store._forget_reclaimed()
+
+    def close(self) -> None:
+        self.store.close()
+        self.archive.close()
+
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3.new_bucket()
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[S3Proxy]:
+    with s3_proxy(s3.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def node(bucket: str, proxy: S3Proxy, tmp_path: Path) -> Iterator[MakeNode]:
+    made: list[Node] = []
+
+    def make(name: str, **settings: object) -> Node:
+        one = Node(tmp_path / name, bucket, proxy.endpoint, **settings)
+        made.append(one)
+        return one
+
+    yield make
+    proxy.faults()
+    for one in made:
+        one.close()
+
+
+ALL_OK = [Outcome.OK] * BLOCKS
+
+
+def test_another_host_finds_what_was_stored(node: MakeNode, s3: S3Server, bucket: str) -> None:
+    a = node("a")
+    assert a.keep() == ALL_OK
+    a.upload()
+    b = node("b")
+    assert b.hits() == BLOCKS
+    assert b.load().tolist() == ALL_OK
+    # One object for the segment, one for its journal.
+    names = [name for name in s3.objects(bucket) if NAMESPACE.directory in name]
+    assert sorted(name.rpartition(".")[2] for name in names) == ["journal", "json", "segment"]
+    # Nothing is left on the disk of the first, which reads from the bucket, too.
+    assert not list((a.archive.settings.path / "staging").rglob("*.segment"))
+    assert a.load().tolist() == ALL_OK
+
+
+def test_a_restart_reads_journals_only_and_those_once(node: MakeNode, proxy: S3Proxy) -> None:
+    a = node("a")
+    a.keep()
+    a.upload()
+    a.close()
+    proxy.forget()
+    again = node("a")
+    assert again.hits() == BLOCKS
+    asked = [one for one in proxy.asked if one.verb == "GET" and NAMESPACE.directory in one.path]
+    assert asked == []
+
+
+def test_neighbours_are_read_with_few_requests(node: MakeNode, proxy: S3Proxy) -> None:
+    a = node("a")
+    a.keep()
+    a.upload()
+    proxy.forget()
+    assert a.load().tolist() == ALL_OK
+    # 2.5 MiB in parts of two.
+    assert proxy.counts()["GET"] <= 2
+
+
+def test_what_is_stored_later_is_found_by_those_who_run(node: MakeNode) -> None:
+    a, b = node("a"), node("b")
+    assert b.hits() == 0
+    a.keep()
+    a.upload()
+    b.look()
+    assert b.load().tolist() == ALL_OK
+
+
+def test_what_is_staged_survives_the_process_and_is_uploaded_by_the_next(
+    node: MakeNode, proxy: S3Proxy
+) -> None:
+    a = node("a")
+    proxy.faults(Fault("answer", verb="PUT|PART|MULTIPART_BEGIN", match="segments/"))
+    assert a.keep() == ALL_OK
+    assert not a.archive.uploader.flush(1)
+    assert "SlowDown" in a.archive.uploader.problem
+    a.close()  # nothing of it is in the bucket
+    proxy.faults()
+    again = node("a")
+    assert again.hits() == BLOCKS
+    assert again.load().tolist() == ALL_OK
+    again.upload()
+    assert node("b").load().tolist() == ALL_OK
+
+
+def test_what_was_uploaded_before_a_crash_is_not_uploaded_twice(
+    node: MakeNode, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = node("a")
+    a.keep()
+    with monkeypatch.context() as patch:
+        patch.setattr("lifeboat_cache.s3.uploader.os.unlink", lambda _path: None)
+        a.upload()
+        a.close()
+    assert list((a.archive.settings.path / "staging").rglob("*.segment"))
+    proxy.forget()
+    again = node("a")
+    again.upload()
+    assert again.load().tolist() == ALL_OK
+    assert not [one for one in proxy.asked if one.verb != "GET" and "segments/" in one.path]
+    assert not list((a.archive.settings.path / "staging").rglob("*.segment"))
+
+
+@pytest.mark.parametrize("do", ["truncate", "corrupt"])
+def test_bodies_that_are_damaged_on_the_way_cost_a_miss_and_no_block(
+    node: MakeNode, proxy: S3Proxy, do: str
+) -> None:
+    a = node("a")
+    a.keep()
+    a.upload()
+    proxy.faults(Fault(do, verb="GET", match="segments/", at=5))
+    assert a.load().tolist() != ALL_OK
+    proxy.faults()
+    while Outcome.UNAVAILABLE in (outcomes := a.load().tolist()):
+        pass
+    assert outcomes == ALL_OK
+
+
+def test_blocks_are_found_again_after_the_server_was_away(node: MakeNode, proxy: S3Proxy) -> None:
+    a = node("a")
+    a.keep()
+    a.upload()
+    proxy.faults(Fault("reset"))
+    assert set(a.load().tolist()) == {Outcome.UNAVAILABLE}
+    assert a.hits() == BLOCKS
+    proxy.faults()
+    while Outcome.UNAVAILABLE in (outcomes := a.load().tolist()):
+        pass
+    assert outcomes == ALL_OK
+
+
+def test_a_server_that_asks_for_fewer_requests_gets_fewer(node: MakeNode, proxy: S3Proxy) -> None:
+    a = node("a")
+    a.keep()
+    a.upload()
+    proxy.faults(Fault("answer", verb="GET", times=1))
+    assert a.load().tolist() == ALL_OK
+    assert a.archive.facts()["errors"] == {"throttled": 1}
+
+
+def test_what_somebody_deleted_is_missing(node: MakeNode, s3: S3Server, bucket: str) -> None:
+    a, b, c = node("a"), node("b"), node("c")
+    a.keep()
+    a.upload()
+    for one in (b, c):
+        one.look()
+        assert one.hits() == BLOCKS
+    catalog = a.archive.catalog(NAMESPACE.digest)
+    a.archive.remove(NAMESPACE.digest, [(one.writer, one.number) for one in catalog.segments()])
+    b.look()
+    assert b.hits() == 0
+    # Who has not heard of it yet finds out.
+    assert set(c.load().tolist()) == {Outcome.UNAVAILABLE}
+    assert [name for name in s3.objects(bucket) if name.endswith((".segment", ".journal"))] == []
+
+
+def test_a_full_staging_drops_what_comes(node: MakeNode, proxy: S3Proxy) -> None:
+    a = node("a", staging=1 << 20)
+    proxy.faults(Fault("answer", verb="PUT", match="segments/"))
+    outcomes = a.keep()
+    assert set(outcomes) == {Outcome.OK, Outcome.BUSY}
+    proxy.faults()
+    a.upload()
+    assert [bool(one == Outcome.OK) for one in a.load()] == [one == Outcome.OK for one in outcomes]
+
+
+def test_a_full_bucket_takes_no_more(node: MakeNode) -> None:
+    a = node("a", capacity=1 << 20)
+    outcomes = a.keep()
+    assert set(outcomes) == {Outcome.OK, Outcome.FULL}
+    a.upload()
+    assert a.archive.used() <= 1 << 20
