@@ -420,11 +420,23 @@ def test_errors_name_file_key_value_and_remedy(tmp_path: Path, text: str, expect
     assert "\n" not in message
 
 
+def test_a_bucket_needs_a_name_and_no_path(tmp_path: Path) -> None:
+    where = "{name: a, type: s3, bucket: kv-cache, endpoint_url: 'http://s3:9000', prefix: x/y}"
+    (tier,) = load(tmp_path, f"storage: {{tiers: [{where}]}}").config.storage.tiers
+    assert tier.path.parts[-2:] == ("s3", "a")
+    assert tier.location == "s3://kv-cache/x/y at http://s3:9000"
+    assert tier.staging_bytes == 20_000_000_000
+    message = problem(tmp_path, "storage: {tiers: [{name: a, type: s3}]}")
+    assert "tiers[0].bucket: a tier of type s3 needs one: write the bucket's name" in message
+    key = "{name: a, type: s3, bucket: kv-cache, sse: AES256, sse_kms_key_id: k}"
+    assert "set that too" in problem(tmp_path, f"storage: {{tiers: [{key}]}}")
+
+
 def test_the_types_of_this_version_are_named_and_nothing_else_of_that_tier(tmp_path: Path) -> None:
-    message = problem(tmp_path, "storage: {tiers: [{name: a, type: s3, bucket: b, region: r}]}")
+    message = problem(tmp_path, "storage: {tiers: [{name: a, type: gcs, bucket: b, zone: r}]}")
     assert message == (
-        "lifeboat.yaml:1: storage.tiers[0].type: 's3' is not allowed. "
-        "Allowed: filesystem, nfs or ontap. Write for example type: filesystem."
+        "lifeboat.yaml:1: storage.tiers[0].type: 'gcs' is not allowed. "
+        "Allowed: filesystem, nfs, ontap or s3. Write for example type: filesystem."
     )
 
 
@@ -660,7 +672,7 @@ def test_every_key_is_described() -> None:
     from lifeboat_cache.config.describe import entries
 
     found = [entry for _, _, own in entries() for entry in own]
-    assert len(found) == 45
+    assert len(found) == 52
     for entry in found:
         assert entry.field.description, entry.path
         assert entry.key.allowed, entry.path

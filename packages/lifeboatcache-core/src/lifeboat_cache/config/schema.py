@@ -240,10 +240,6 @@ class Section(BaseModel):
         return kept
 
 
-#: Keys of tiers that only those of type `s3` have.
-_OF_S3 = ("bucket", "region", "endpoint_url", "prefix", "sse", "sse_kms_key_id")
-
-
 class Tier(Section):
     """One place to keep KV in."""
 
@@ -470,19 +466,14 @@ class Tier(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Tier:
-        if self.type == "s3":
-            if self.bucket is None:
-                raise SettingError(("bucket",), "a tier of type s3 needs one: the bucket's name")
-            if self.sse_kms_key_id is not None and not str(self.sse).startswith("aws:kms"):
-                raise SettingError(
-                    ("sse_kms_key_id",), "a key is used with `sse: aws:kms` only: set that too"
-                )
+        if self.type != "s3":
             return self
-        for name in _OF_S3:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise SettingError(
-                    (name,), f"tiers of type {self.type} have none: remove it, or set `type: s3`"
-                )
+        if self.bucket is None:
+            raise SettingError(("bucket",), "a tier of type s3 needs one: write the bucket's name")
+        if self.sse_kms_key_id is not None and not str(self.sse).startswith("aws:kms"):
+            raise SettingError(
+                ("sse_kms_key_id",), "a key is used with `sse: aws:kms` only: set that too"
+            )
         return self
 
     @property

@@ -117,10 +117,11 @@ class StagedWriter(SegmentWriter):
         with self._guard:
             self._under_way[int(entries["segment"][0])] -= 1
 
-    def bury(self, entries: Entries) -> None:
-        super().bury(entries)
+    def bury(self, entries: Entries) -> bool:
+        kept = super().bury(entries)
         with self._guard:
             self._buried.append(np.array(entries))
+        return kept
 
     @property
     def namespace(self) -> bytes:
