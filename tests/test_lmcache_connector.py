@@ -85,6 +85,18 @@ def test_workers_and_scheduler_tell_the_same_model_and_start_a_server_once_each(
     assert (extra["lmcache.mp.host"], extra["lmcache.mp.port"]) == ("tcp://127.0.0.1", 6555)
 
 
+def test_a_killed_server_does_not_hold_the_engine_for_minutes(
+    checkpoint: Path, connect: Any
+) -> None:
+    config = configure(checkpoint)
+    connect(config)
+    # LMCache's 300 s are also vLLM's patience with a worker: the engine ended.
+    assert config.kv_transfer_config.kv_connector_extra_config["lmcache.mp.mq_timeout"] <= 30
+    config = configure(checkpoint, extra={"lmcache.mp.mq_timeout": 120})
+    connect(config)
+    assert config.kv_transfer_config.kv_connector_extra_config["lmcache.mp.mq_timeout"] == 120
+
+
 def test_a_server_elsewhere_is_used_and_none_is_started(checkpoint: Path, connect: Any) -> None:
     elsewhere = {"lmcache.mp.host": "tcp://10.1.2.3", "lmcache.mp.port": 7000}
     config = configure(checkpoint, extra=dict(elsewhere))

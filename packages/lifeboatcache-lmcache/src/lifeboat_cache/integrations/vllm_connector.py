@@ -44,6 +44,11 @@ _VLLM = ((0, 32),)
 #: How often the scheduler looks whether the server is still there, in seconds.
 _LOOK_S = 10.0
 
+#: So many seconds the engine waits for an answer of the local server. LMCache's own 300 hold up
+#: every request when the server is killed at the wrong moment, and are what vLLM gives its workers
+#: before it ends. What is waited for are copies within memory.
+_ANSWER_S = 10.0
+
 #: One that does not start is tried again after so many seconds.
 _AGAIN_S = 60.0
 
@@ -73,6 +78,7 @@ class LifeboatConnector(LMCacheMPConnector):
             extra[_OURS] = True
             extra["lmcache.mp.host"] = "tcp://127.0.0.1"
             extra["lmcache.mp.port"] = port
+            extra.setdefault("lmcache.mp.mq_timeout", _ANSWER_S)
         super().__init__(vllm_config, role, kv_cache_config)
         for name in ("scheduler_adapter", "worker_adapter"):
             adapter = getattr(self, name, None)
