@@ -13,12 +13,14 @@ from s3_proxy import Fault, S3Proxy, s3_proxy
 from s3_server import S3Server
 
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
+from lifeboat_cache.janitor import Janitor, Selection
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.s3.archive import Archive
 from lifeboat_cache.s3.settings import S3Settings
 from lifeboat_cache.s3.target import S3Target
 from lifeboat_cache.store.block_store import BlockStore
+from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 BLOCKS, SIZE = 40, 64 << 10
 NAMESPACE = Namespace.from_identity({"model": "test of buckets"}, {})
@@ -254,3 +256,20 @@ def test_a_full_bucket_takes_no_more(node: MakeNode) -> None:
     assert set(outcomes) == {Outcome.OK, Outcome.FULL}
     a.upload()
     assert a.archive.used() <= 1 << 20
+
+
+def test_what_is_purged_while_it_waits_does_not_get_into_the_bucket(
+    node: MakeNode, s3: S3Server, bucket: str
+) -> None:
+    a = node("a")
+    a.keep()
+    waiting = Janitor(FilesystemTarget(a.archive.settings.path / "staging"))
+    keys = [int.from_bytes(key[:8], "little") for key in KEYS[:5]]
+    assert waiting.doom(Selection(keys=frozenset(keys))).blocks == 5
+    a.upload()
+    b = node("b")
+    assert b.hits() == BLOCKS - 5
+    (name,) = [name for name in s3.objects(bucket) if name.endswith(".segment")]
+    content = s3.client().get_object(Bucket=bucket, Key=name)["Body"].read()
+    assert all(CONTENT[number].tobytes() not in content for number in range(5))
+    assert all(CONTENT[number].tobytes() in content for number in range(5, BLOCKS))

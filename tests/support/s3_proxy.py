@@ -40,6 +40,8 @@ class Fault:
         Regular expression that is found in the path.
     times
         How often, at most.
+    after
+        How many such requests are left alone before.
     seconds, status, code
         See ``do``.
     at
@@ -50,6 +52,7 @@ class Fault:
     verb: str = ".*"
     match: str = ""
     times: int = 1 << 60
+    after: int = 0
     seconds: float = 0.0
     status: int = 503
     code: str = "SlowDown"
@@ -59,6 +62,9 @@ class Fault:
         """Whether a request is one of those; that counts."""
         fits = re.fullmatch(self.verb, asked.verb) and re.search(self.match, asked.path)
         if not fits or self.times <= 0:
+            return False
+        if self.after > 0:
+            self.after -= 1
             return False
         self.times -= 1
         return True
@@ -115,6 +121,7 @@ class S3Proxy:
         self._upstream = port
         self._faults: list[Fault] = []
         self._written: dict[str, float] = {}
+        self._open: set[asyncio.StreamWriter] = set()
         self._go_on = threading.Event()
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -152,10 +159,10 @@ class S3Proxy:
 
         async def end() -> None:
             self._server.close()
+            for connection in list(self._open):
+                connection.transport.abort()
             others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.wait(others, timeout=10) if others else None
 
         self._do(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -167,18 +174,22 @@ class S3Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._open.add(writer)
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                server = server or await asyncio.open_connection(
-                    "127.0.0.1", self._upstream, limit=_PIECE
-                )
+                if server is None:
+                    server = await asyncio.open_connection(
+                        "127.0.0.1", self._upstream, limit=_PIECE
+                    )
+                    self._open.add(server[1])
                 await self._pass(head, reader, writer, *server)
         except (_CutError, OSError, asyncio.IncompleteReadError):
             pass
         finally:
             for end in (writer, server[1] if server else None):
                 if end is not None:
+                    self._open.discard(end)
                     end.transport.abort()
 
     async def _pass(

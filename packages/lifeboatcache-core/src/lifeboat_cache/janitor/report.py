@@ -61,6 +61,8 @@ class JanitorReport:
         Nothing was done, because another janitor is at work.
     holder
         Whose janitor looks after the target instead, if it is another host's.
+    requests
+        Requests that it took, by verb, where requests cost money.
     seconds
         How long it took.
     problems
@@ -98,6 +100,7 @@ class JanitorReport:
     skipped_writers: int = 0
     busy: bool = False
     holder: str = ""
+    requests: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 

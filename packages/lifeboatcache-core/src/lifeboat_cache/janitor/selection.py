@@ -34,6 +34,11 @@ class Selection:
     salt: int | None = None
     keys: frozenset[int] | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether these are all records of their namespaces."""
+        return self.older_than_s is None and self.salt is None and self.keys is None
+
     def concerns(self, directory: str) -> bool:
         """Whether records of a namespace may be among them."""
         return self.directories is None or directory in self.directories

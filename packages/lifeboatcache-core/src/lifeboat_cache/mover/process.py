@@ -107,10 +107,10 @@ class Mover:
             return
         limits = [tier.bandwidth_limit_bytes for tier in self._tiers]
         self._throttle.limit(min((one for one in limits if one is not None), default=None))
+        self._config.look()
         if self._tiers[0].type == "s3":
             self._look_after_bucket()
             return
-        self._config.look()
         config = self._config.config or Config.model_validate({})
         all_wanted = [one for tier in self._tiers for one in of_config(config, [tier])]
         targets, disagreements = merged(all_wanted)
@@ -122,7 +122,7 @@ class Mover:
             self._caretaker.update(wanted)
 
     def _look_after_bucket(self) -> None:
-        from lifeboat_cache.s3.caretaker import S3Caretaker
+        from lifeboat_cache.s3.caretaker import Keeping, S3Caretaker
         from lifeboat_cache.s3.settings import S3Settings
 
         # Where engines disagree the smallest capacity and the largest reserve count.
@@ -134,10 +134,14 @@ class Mover:
             staging=min(one.staging for one in wanted),
             reserve=max(one.reserve for one in wanted),
         )
+        config = self._config.config or Config.model_validate({})
+        keeping = Keeping(
+            config.eviction.policy, config.eviction.max_age, config.security.integrity_key
+        )
         if self._bucket is None:
-            self._bucket = S3Caretaker(settings)
+            self._bucket = S3Caretaker(settings, keeping)
         else:
-            self._bucket.update(settings)
+            self._bucket.update(settings, keeping)
 
     def _busy(self) -> bool:
         """Whether it has something to do that nobody waits for."""
@@ -235,6 +239,8 @@ class Mover:
             reason = self._accept(listener)
         _log.info("mover of target %s ends: %s", name, reason)
         self._state = "ended"
+        if self._bucket is not None:
+            self._bucket.close()
         if self._lock.is_current():
             with contextlib.suppress(OSError):
                 os.unlink(self._places.socket)

@@ -157,8 +157,8 @@ class TargetFacts:
         What only grows: ``evicted_blocks``, ``evicted_bytes``, ``corrupt_blocks``,
         ``reclaimed_bytes``, ``removed_segments``, ``compacted_segments``,
         ``compacted_bytes``, ``janitor_passes``, ``janitor_seconds``; of buckets
-        ``s3_requests:`` and a verb, ``s3_errors:`` and a kind, ``s3_received_bytes``,
-        ``s3_sent_bytes``, ``s3_uploaded_segments``.
+        ``janitor_requests:`` and ``s3_requests:`` with a verb, ``s3_errors:`` and a kind,
+        ``s3_received_bytes``, ``s3_sent_bytes``, ``s3_uploaded_segments``.
     """
 
     name: str

@@ -147,6 +147,7 @@ _COUNTERS = (
     _counter("compacted_bytes", _TARGET, "Bytes copied by that."),
     _counter("janitor_passes", _TARGET, "Times that the agent looked for space to reclaim."),
     _counter("janitor_seconds", _TARGET, "Seconds that took."),
+    _counter("janitor_requests:", _TARGET_VERB, "Requests to a bucket meanwhile."),
     _counter("s3_requests:", _TARGET_VERB, "Requests sent to the object store, by verb."),
     _counter("s3_errors:", _TARGET_KIND, "Answers of it that were errors, or none, by kind."),
     _counter("s3_sent_bytes", _TARGET, "Bytes sent to it."),

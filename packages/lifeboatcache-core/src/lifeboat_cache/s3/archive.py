@@ -18,6 +18,7 @@ For eviction (whoever deletes from the bucket)
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.errors import Fault, S3Error
 from lifeboat_cache.s3.fetcher import Fetcher
 from lifeboat_cache.s3.health import Health
-from lifeboat_cache.s3.names import FeedName, Names, parse_feed
+from lifeboat_cache.s3.names import STAGING, FeedName, Names, parse_feed
 from lifeboat_cache.s3.settings import S3Settings
 from lifeboat_cache.s3.slices import blocks_of, pack_gone
 from lifeboat_cache.s3.staging import StagedWriter, StagingTarget
@@ -62,7 +63,7 @@ class Archive:
         self._known_documents: set[str] = set()
         self._surveyed: dict[str, tuple[int, int]] = {}
         self.staging = StagingTarget(
-            settings.path / "staging",
+            settings.path / STAGING,
             name=settings.name,
             capacity=settings.staging,
             reserve=settings.reserve,
@@ -213,6 +214,14 @@ class Archive:
             if not self._surveyed:
                 return None
             return sum(blocks for _, blocks in self._surveyed.values())
+
+    def unfinished(self) -> bool:
+        """Whether segments are not in the bucket yet. Raises ``OSError``."""
+        return any(
+            name.endswith(".segment")
+            for directory in self.staging.directories()
+            for name in os.listdir(directory)
+        )
 
     def staged(self) -> int:
         """Bytes of segments that are not in the bucket yet."""

@@ -3,12 +3,14 @@
 ::
 
     <prefix>lifeboat-cache.json                              marks the prefix as ours
+    <prefix>janitor.lease                                    which node looks after the bucket
     <prefix>probe/<random>                                   put, read and deleted again
     <prefix><namespace>/namespace.json                       whose blocks these are, readable
     <prefix><namespace>/segments/<writer>.<n>.segment        payloads
     <prefix><namespace>/feed/<time>-<writer>-<n>-<size>.journal     what a segment holds
     <prefix><namespace>/feed/<time>-<writer>-<n>-<size>.dead        tombstones alone
     <prefix><namespace>/feed/<time>-<writer>-<n>-<size>.gone        segments that were deleted
+    <prefix><namespace>/uses/<node>.access                   when a node used which records
 
 ``<time>`` is the server's, in seconds since 1970, ten hexadecimal digits, taken just before the
 object is put: what is new in a feed comes last, so that a listing costs what is new, however
@@ -24,7 +26,10 @@ from typing import Literal
 
 from lifeboat_cache.targets.layout import segment_name
 
-__all__ = ["FeedKind", "FeedName", "Names", "parse_feed"]
+__all__ = ["STAGING", "FeedKind", "FeedName", "Names", "parse_feed"]
+
+#: The directory below a tier's `path` in which blocks wait to be uploaded.
+STAGING = "staging"
 
 FeedKind = Literal["journal", "dead", "gone"]
 
@@ -95,6 +100,11 @@ class Names:
         """What marks the prefix as ours."""
         return f"{self.prefix}lifeboat-cache.json"
 
+    @property
+    def lease(self) -> str:
+        """What says which node looks after the bucket."""
+        return f"{self.prefix}janitor.lease"
+
     def probe(self, word: str) -> str:
         """An object to try out the bucket with."""
         return f"{self.prefix}probe/{word}"
@@ -114,6 +124,14 @@ class Names:
     def feed(self, namespace: str) -> str:
         """What the names of a namespace's feed begin with."""
         return f"{self.prefix}{namespace}/feed/"
+
+    def all_uses(self, namespace: str) -> str:
+        """What the names of objects begin with that say when records were used."""
+        return f"{self.prefix}{namespace}/uses/"
+
+    def uses(self, namespace: str, node: bytes) -> str:
+        """What one node says of that."""
+        return f"{self.all_uses(namespace)}{node.hex()}.access"
 
     def in_feed(self, namespace: str, name: FeedName) -> str:
         """An object of a feed."""

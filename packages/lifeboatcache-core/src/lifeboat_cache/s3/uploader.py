@@ -12,11 +12,15 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lifeboat_cache.errors import FormatError, LifeboatError
 from lifeboat_cache.format.journal import Entries
+from lifeboat_cache.janitor.bitmaps import Bitmap
 from lifeboat_cache.s3.names import FeedKind, FeedName
 from lifeboat_cache.s3.slices import pack_slice
 from lifeboat_cache.s3.staging import LeftBehind, Sealed, read_left_behind
@@ -163,6 +167,8 @@ class Uploader:
 
     def _upload(self, sealed: Sealed) -> None:
         """Put a segment and its slice, and remove the file. Raises ``OSError``."""
+        waited = sealed.size
+        sealed = _living(sealed)
         archive, size = self._archive, sealed.size
         if self._stop.is_set():
             raise InterruptedError("the process ends")
@@ -177,7 +183,7 @@ class Uploader:
                 close_file(fd)
             self._publish(sealed.namespace, sealed.writer, sealed.number, size, sealed.entries)
             self.uploaded += 1
-        self.waiting = max(0, self.waiting - size)
+        self.waiting = max(0, self.waiting - waited)
         # Not cut before: who reads it just now goes on.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(sealed.path)
@@ -249,6 +255,32 @@ class Uploader:
         for kind in ("journal", "lock"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(directory / f"{left.writer.hex()}.{kind}")
+
+
+def _living(sealed: Sealed) -> Sealed:
+    """Without the records that were marked dead while they waited, and their bytes.
+
+    So what is purged does not get into the bucket afterwards. Raises ``OSError``.
+    """
+    path = sealed.path
+    bitmap = Bitmap(path.parent, sealed.namespace, sealed.writer, sealed.number)
+    try:
+        dead = bitmap.read()
+    except FormatError:  # as if there were none: it can only have been made later
+        return sealed
+    slots = sealed.entries["slot"].astype(np.int64)
+    gone = (slots < dead.shape[0]) & (
+        dead[np.minimum(slots, dead.shape[0] - 1)] if dead.shape[0] else False
+    )
+    if not gone.any():
+        return sealed
+    fd = open_file(path, os.O_WRONLY)
+    try:
+        for entry in sealed.entries[gone]:
+            os.pwrite(fd, bytes(int(entry["stored_length"])), int(entry["offset"]))
+    finally:
+        close_file(fd)
+    return replace(sealed, entries=sealed.entries[~gone])
 
 
 def _document(directory: Path) -> bytes:
