@@ -21,6 +21,7 @@ from lifeboat_cache.check.report import (
     TargetReport,
 )
 from lifeboat_cache.check.survey import intact_document, survey_namespace
+from lifeboat_cache.config import Tier
 from lifeboat_cache.errors import ForeignDataError, LifeboatError, NewerFormatError
 from lifeboat_cache.format.header import FORMAT_VERSION
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
@@ -110,7 +111,7 @@ def check_targets(
     try:
         run.estimate()
         for target in targets:
-            found = TargetReport(target.name, str(target.path))
+            found = TargetReport(target.name, _location(target))
             report.targets.append(found)
             if stop.is_set():
                 break
@@ -127,6 +128,11 @@ def check_targets(
         run.verifier.close()
     report.interrupted = stop.is_set()
     return report
+
+
+def _location(target: CheckedTarget) -> str:
+    """Where it is, for people: of a bucket its name."""
+    return target.location if isinstance(target, Tier) else str(target.path)
 
 
 class _Run:
@@ -163,12 +169,17 @@ class _Run:
     def estimate(self) -> None:
         """Take the sizes of segments for what there is to verify, until it is known."""
         for target in self._targets:
+            if getattr(target, "type", "") == "s3":  # it says so itself
+                continue
             for directory in self._directories(target.path):
                 self._sizes[directory] = _segment_bytes(directory)
                 self._progress.add(total=self._sizes[directory])
 
     def check(self, target: CheckedTarget, report: TargetReport) -> None:
         """Check one target."""
+        if getattr(target, "type", "") == "s3":
+            self._check_bucket(target, report)
+            return
         root = target.path
         marker: Finding | None = None
         try:
@@ -209,6 +220,23 @@ class _Run:
                 report.namespaces.append(namespace)
         if marker is not None:
             self._mend_marker(root, report, marker, certain=not strangers)
+
+    def _check_bucket(self, target: CheckedTarget, report: TargetReport) -> None:
+        from lifeboat_cache.s3.archive import archive_of
+        from lifeboat_cache.s3.checking import check_bucket
+        from lifeboat_cache.s3.settings import S3Settings
+
+        if not isinstance(target, Tier):
+            raise TypeError(f"{type(target).__name__} says of no bucket which one it is")
+        check_bucket(
+            archive_of(S3Settings.from_tier(target)),
+            report,
+            only=self._only,
+            repair=self._repair,
+            stop=self._stop,
+            progress=self._progress,
+            key=self._key,
+        )
 
     def _check_namespace(self, target: CheckedTarget, directory: Path) -> NamespaceReport | None:
         try:

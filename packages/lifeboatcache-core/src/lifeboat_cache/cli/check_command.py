@@ -24,6 +24,7 @@ from lifeboat_cache.check import (
 )
 from lifeboat_cache.check.survey import intact_document
 from lifeboat_cache.cli.output import RefusedError, clean
+from lifeboat_cache.cli.store_commands import opened
 from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.errors import LifeboatError
@@ -93,6 +94,9 @@ class _CheckWork:
 
     def _survey(self) -> dict[str, str]:
         """Names of the namespaces' directories, and their documents, as far as they are intact."""
+        if self._tier.type == "s3":
+            infos = opened(self._tier).namespaces()
+            return {info.digest[:32]: "" for info in infos}
         with contextlib.suppress(LifeboatError):  # what is wrong with it is found again
             FilesystemTarget.from_tier(self._tier).prepare()
         root = self._tier.path
@@ -140,7 +144,7 @@ class _Part:
         line: _ProgressLine,
     ) -> TargetReport:
         """Check it."""
-        report = TargetReport(self._tier.name, str(self._tier.path), self._problem)
+        report = TargetReport(self._tier.name, self._tier.location, self._problem)
         if report.problem:
             return report
         request = {"do": "check", "only": only, "documents": documents}
@@ -158,7 +162,7 @@ def _tiers(config: Config) -> list[Tier]:
     """Every configured target: one that was disabled still holds its data."""
     found: dict[object, Tier] = {}
     for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
-        found.setdefault(tier.path, tier)
+        found.setdefault(tier.location, tier)
     return list(found.values())
 
 

@@ -128,5 +128,5 @@ def validate(args: argparse.Namespace) -> int:
 
 
 def _say_places(config: Config) -> None:
-    names = [f"{place.name} ({place.path})" for place in config.storage.places]
+    names = [f"{place.name} ({place.location})" for place in config.storage.places]
     print(f"KV goes to the first usable of: {', '.join(names)}")

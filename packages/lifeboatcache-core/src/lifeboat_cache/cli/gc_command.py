@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lifeboat_cache.cli.store_commands import opened
 from lifeboat_cache.config import Tier, load_config
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.errors import LifeboatError
@@ -19,6 +20,9 @@ from lifeboat_cache.integrity import IntegrityKey, configured_integrity_key
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, JanitorReport
 from lifeboat_cache.mover.apart import Apart, Say
 from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+if TYPE_CHECKING:
+    from lifeboat_cache.s3.janitor import BucketJanitor
 
 __all__ = ["gc", "run_to_the_end"]
 
@@ -34,7 +38,7 @@ _SUMS = tuple(
 
 
 def run_to_the_end(
-    janitor: Janitor, grace_s: float, sleep: Callable[[float], None]
+    janitor: Janitor | BucketJanitor, grace_s: float, sleep: Callable[[float], None]
 ) -> JanitorReport:
     """Run until there is nothing more to reclaim; what all runs did together.
 
@@ -78,7 +82,7 @@ def gc(args: argparse.Namespace) -> int:
         documents.append(
             {
                 "name": tier.name,
-                "location": str(tier.path),
+                "location": tier.location,
                 "problem": problem or None,
                 "report": done["report"],
             }
@@ -97,9 +101,15 @@ def _work(
     tier: Tier, policy: JanitorPolicy, key: IntegrityKey | None, dry_run: bool, _: Say
 ) -> dict[str, Any]:
     """One target's part; see :class:`Apart`."""
-    target = FilesystemTarget.from_tier(tier)
-    policy = policy.for_shared() if target.shared else policy
-    janitor = Janitor(target, policy=policy, key=key)
+    target = opened(tier)
+    janitor: Janitor | BucketJanitor
+    if isinstance(target, FilesystemTarget):
+        policy = policy.for_shared() if target.shared else policy
+        janitor = Janitor(target, policy=policy, key=key)
+    else:
+        from lifeboat_cache.s3.janitor import BucketJanitor
+
+        janitor = BucketJanitor(target.archive, policy=policy, key=key)
     with contextlib.closing(janitor):
         if dry_run:
             report = janitor.run_once(dry_run=True)

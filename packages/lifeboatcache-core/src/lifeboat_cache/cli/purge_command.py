@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lifeboat_cache.cli.output import RefusedError, clean, confirm
 from lifeboat_cache.cli.store_commands import (
@@ -24,6 +24,10 @@ from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, Purged, Selection
 from lifeboat_cache.keys import salt_tag
 from lifeboat_cache.targets.base import NamespaceInfo, PurgeReport
+from lifeboat_cache.targets.filesystem import FilesystemTarget
+
+if TYPE_CHECKING:
+    from lifeboat_cache.s3.janitor import BucketJanitor
 
 __all__ = ["purge"]
 
@@ -36,7 +40,7 @@ class _PurgeWork(TargetWork):
 
     def __init__(self, tier: Tier) -> None:
         super().__init__(tier)
-        self._janitor: Janitor | None = None
+        self._janitor: Janitor | BucketJanitor | None = None
         self._digests: list[str] = []
         self._older_than_s: float | None = None
         self._salt: int | None = None
@@ -46,7 +50,7 @@ class _PurgeWork(TargetWork):
 
     def _files(self, *, dry_run: bool) -> list[dict[str, Any]]:
         """What goes file by file; what is stored with one salt lies among other blocks."""
-        if self._salt is not None:
+        if self._salt is not None or not isinstance(self.target, FilesystemTarget):
             return []
         purge_ = self.target.purge
         return [
@@ -60,9 +64,15 @@ class _PurgeWork(TargetWork):
         """Find out what is to go."""
         self._digests, self._older_than_s, self._salt = digests, older_than_s, salt
         policy = JanitorPolicy(eviction="none")
-        if self.target.shared:
-            policy = policy.for_shared()
-        self._janitor = janitor = Janitor(self.target, policy=policy)
+        janitor: Janitor | BucketJanitor
+        if isinstance(self.target, FilesystemTarget):
+            policy = policy.for_shared() if self.target.shared else policy
+            janitor = Janitor(self.target, policy=policy)
+        else:
+            from lifeboat_cache.s3.janitor import BucketJanitor
+
+            janitor = BucketJanitor(self.target.archive, policy=policy)
+        self._janitor = janitor
         selection = self._selection(older_than_s=older_than_s, salt=salt)
         keys = janitor.find(selection).keys
         files = self._files(dry_run=True)
@@ -85,7 +95,7 @@ class _PurgeWork(TargetWork):
         return _to_json(self._its_janitor.doom(self._selection(keys=frozenset(keys))))
 
     @property
-    def _its_janitor(self) -> Janitor:
+    def _its_janitor(self) -> Janitor | BucketJanitor:
         assert self._janitor is not None, "nothing has been found yet"
         return self._janitor
 

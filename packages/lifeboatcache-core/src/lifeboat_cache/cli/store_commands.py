@@ -8,17 +8,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lifeboat_cache.cli.output import RefusedError, clean, show_time, table
 from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.mover.apart import Apart, Say
+from lifeboat_cache.s3.names import STAGING
 from lifeboat_cache.targets.base import NamespaceInfo, Usage, WriterInfo
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
-__all__ = ["SHORT", "Held", "TargetWork", "held", "ls", "matching", "say_problems"]
+if TYPE_CHECKING:
+    from lifeboat_cache.s3.target import S3Target
+
+__all__ = ["SHORT", "Held", "TargetWork", "held", "ls", "matching", "opened", "say_problems"]
 
 #: Digits of a digest that are shown.
 SHORT = 12
@@ -54,11 +58,20 @@ class Held:
     problem: str = ""
 
 
+def opened(tier: Tier) -> FilesystemTarget | S3Target:
+    """The target of a tier; nothing is touched."""
+    if tier.type != "s3":
+        return FilesystemTarget.from_tier(tier)
+    from lifeboat_cache.s3.target import S3Target
+
+    return S3Target.from_tier(tier)
+
+
 class TargetWork:
     """What commands have done at one target. Requests name a method and its arguments."""
 
     def __init__(self, tier: Tier) -> None:
-        self.target = FilesystemTarget.from_tier(tier)
+        self.target = opened(tier)
 
     def __call__(self, request: dict[str, Any], _: Say) -> Any:
         """Do one thing; see :class:`Apart`."""
@@ -66,32 +79,61 @@ class TargetWork:
 
     def look(self) -> dict[str, Any]:
         """What is there."""
-        namespaces = [asdict(info) for info in self.target.namespaces()]
-        there = os.path.isdir(self.target.location)
-        usage = asdict(self.target.usage()) if there else None
-        return {"there": there, "usage": usage, "namespaces": namespaces}
+        infos = self.target.namespaces()
+        there, usage = True, None
+        if isinstance(self.target, FilesystemTarget):
+            there = os.path.isdir(self.target.location)
+            usage = self.target.usage() if there else None
+        else:
+            # A listing has said what all of it takes. There is no end to what a bucket holds.
+            used = sum(info.bytes for info in infos)
+            usage = Usage(used, self.target.capacity, 0, 0)
+        return {
+            "there": there,
+            "usage": None if usage is None else asdict(usage),
+            "namespaces": [asdict(info) for info in infos],
+        }
 
 
 def held(config: Config, work: Callable[[Tier], TargetWork] = TargetWork) -> Iterator[Held]:
     """Yield every configured target: one that was disabled still holds its data."""
     seen = set()
     for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
-        if tier.path in seen:
+        if tier.location in seen:
             continue
-        seen.add(tier.path)
-        item = Held(tier.name, str(tier.path), tier.enabled, Apart(tier, work(tier)))
-        try:
-            found = item.apart.ask({"do": "look"})
-        except LifeboatError as error:
-            yield replace(item, problem=str(error))
-        else:
-            usage = found["usage"]
-            yield replace(
-                item,
-                there=found["there"],
-                usage=None if usage is None else Usage(**usage),
-                namespaces=tuple(map(_info, found["namespaces"])),
-            )
+        seen.add(tier.location)
+        yield _held(tier, work)
+        if tier.type == "s3" and os.path.isdir(tier.path / STAGING):
+            yield _held(_staging(tier), work)
+
+
+def _staging(tier: Tier) -> Tier:
+    """The directory in which blocks wait to be uploaded, as a tier."""
+    return Tier.model_validate(
+        {
+            "name": f"{tier.name}.staging"[-64:],
+            "type": "filesystem",
+            "path": str(tier.path / STAGING),
+            "enabled": tier.enabled,
+            "capacity_gb": tier.staging_gb,
+            "min_free_gb": tier.min_free_gb,
+        }
+    )
+
+
+def _held(tier: Tier, work: Callable[[Tier], TargetWork]) -> Held:
+    item = Held(tier.name, tier.location, tier.enabled, Apart(tier, work(tier)))
+    try:
+        found = item.apart.ask({"do": "look"})
+    except LifeboatError as error:
+        return replace(item, problem=str(error))
+    usage = found["usage"]
+    return replace(
+        item,
+        there=found["there"],
+        usage=None if usage is None else Usage(**usage),
+        namespaces=tuple(map(_info, found["namespaces"])),
+    )
 
 
 def _info(found: dict[str, Any]) -> NamespaceInfo:
@@ -158,7 +200,9 @@ def _target_text(item: Held) -> str:
     if usage is None:
         return f"{head}\n  is not there yet"
     limit = "" if usage.capacity is None else f" of {format_size(usage.capacity)}"
-    head += f", {format_size(usage.used)}{limit} used, {format_size(usage.free)} free"
+    head += f", {format_size(usage.used)}{limit} used"
+    if not item.location.startswith("s3:"):
+        head += f", {format_size(usage.free)} free"
     if not item.namespaces:
         return f"{head}\n  nothing is stored here"
     names = ("NAMESPACE", "MODEL", "DTYPE", "ENGINE", "ADAPTER", "BLOCKS", "SIZE", "WRITERS")

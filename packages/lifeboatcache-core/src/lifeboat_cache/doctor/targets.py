@@ -12,6 +12,7 @@ from typing import Any, Literal
 from lifeboat_cache.codecs.ladder import SPEED, rung_of
 from lifeboat_cache.config import FALLBACK_NAME, Storage, Tier
 from lifeboat_cache.config.units import format_size
+from lifeboat_cache.doctor.buckets import check_bucket
 from lifeboat_cache.doctor.check import Check, DoctorContext
 from lifeboat_cache.errors import LifeboatError, TargetError
 from lifeboat_cache.mover.apart import Apart, Say
@@ -98,6 +99,8 @@ class _Place:
 
 
 def _check_tier(name: str, tier: Tier) -> list[Check]:
+    if tier.type == "s3":
+        return check_bucket(name, tier)
     mount = list(_mount(name, tier))
     if any(check.status == "fail" for check in mount):
         return mount  # what is beneath is of no interest

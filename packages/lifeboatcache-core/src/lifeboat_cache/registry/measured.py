@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,13 @@ def known_targets(found: Snapshot, config: Config | None) -> list[Mapping[str, A
     if known:
         return [_completed(item) for item in known]
     places = () if config is None else config.storage.places
-    measured = (_measured(FilesystemTarget.from_tier(tier)) for tier in places)
+    measured = (
+        # Asking a bucket costs requests; whoever looks after it has done that.
+        _facts(tier.name, tier.location, tier.capacity_bytes, tier.min_free_bytes)
+        if tier.type == "s3"
+        else _measured(FilesystemTarget.from_tier(tier))
+        for tier in places
+    )
     return [item for item in measured if item is not None]
 
 
@@ -46,6 +53,8 @@ def _completed(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     if facts.get("used_bytes") is not None or facts.get("problem"):
         return facts
     if not isinstance(location, str) or not isinstance(reserve, int):
+        return facts
+    if not os.path.isabs(location):  # a bucket
         return facts
     capacity = facts.get("capacity_bytes")
     target = FilesystemTarget(
@@ -57,19 +66,24 @@ def _completed(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return _measured(target) or facts
 
 
-def _measured(target: FilesystemTarget) -> dict[str, Any] | None:
-    """A target as in an agent's document; ``None`` if it is not there."""
-    found: list[dict[str, Any] | None] = []
-    facts: dict[str, Any] = {
-        "name": target.name,
-        "location": target.location,
+def _facts(name: str, location: str, capacity: int | None, reserve: int) -> dict[str, Any]:
+    """A target as in an agent's document, before anything is measured."""
+    return {
+        "name": name,
+        "location": location,
         "used_bytes": None,
-        "capacity_bytes": target.capacity,
+        "capacity_bytes": capacity,
         "free_bytes": None,
-        "reserve_bytes": target.reserve,
+        "reserve_bytes": reserve,
         "blocks": None,
         "problem": "",
     }
+
+
+def _measured(target: FilesystemTarget) -> dict[str, Any] | None:
+    """A target as in an agent's document; ``None`` if it is not there."""
+    found: list[dict[str, Any] | None] = []
+    facts = _facts(target.name, target.location, target.capacity, target.reserve)
 
     def measure() -> None:
         try:

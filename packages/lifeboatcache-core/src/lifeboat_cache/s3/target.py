@@ -92,6 +92,8 @@ class S3Target(Target):
         archive = self.archive
         archive.client.check_bucket()
         infos = [describe(archive, folder) for folder in archive.namespaces()]
+        # What was purged has left nothing but a note for other hosts.
+        infos = [info for info in infos if info.identity or info.writers]
         return sorted(infos, key=lambda info: (info.created, info.digest))
 
     def purge(

@@ -213,7 +213,7 @@ def targets_facts(view: View) -> dict[str, Any]:
     names |= set(seen)
     rows = [_target(target, view, seen.get(str(target.get("name")), [])) for target in known]
     rows += [
-        {"name": tier.name, "location": str(tier.path), "state": "disabled", "reason": ""}
+        {"name": tier.name, "location": tier.location, "state": "disabled", "reason": ""}
         for tier in tiers
         if not tier.enabled and tier.name not in names
     ]

@@ -17,7 +17,7 @@ from lifeboat_cache.dashboard.errors import RefusedError
 from lifeboat_cache.dashboard.prefixes import Prefix, shared_prefixes
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.targets.base import NamespaceInfo, PurgeReport
-from lifeboat_cache.targets.filesystem import FilesystemTarget
+from lifeboat_cache.targets.opening import target_of
 
 __all__ = ["Contents", "Held", "Inventory"]
 
@@ -122,7 +122,7 @@ class Inventory:
         if not _DIGEST.fullmatch(digest):
             raise RefusedError(404, "there is no such namespace: reload the page")
         try:
-            place = FilesystemTarget.from_tier(tier)
+            place = target_of(tier)
             if not any(info.digest == digest for info in place.namespaces()):
                 raise RefusedError(404, "there is no such namespace any more: reload the page")
             report = place.purge(digest, dry_run=dry_run)
@@ -130,7 +130,8 @@ class Inventory:
             raise RefusedError(503, str(error)) from error
         except OSError as error:
             raise RefusedError(
-                503, f"{tier.path} cannot be read ({error.strerror}): check the disk or the mount"
+                503,
+                f"{tier.location} cannot be read ({error.strerror}): check the disk or the mount",
             ) from error
         if not dry_run:
             _log.info(
@@ -173,10 +174,10 @@ class Inventory:
         return self._config is not None and time.monotonic() - self._asked < _INTEREST_S
 
     def _held(self, tier: Tier) -> Held:
-        location = str(tier.path)
+        location = tier.location
         try:
-            found = FilesystemTarget.from_tier(tier).namespaces()
-            there = tier.path.is_dir()
+            found = target_of(tier).namespaces()
+            there = tier.type == "s3" or tier.path.is_dir()
         except (LifeboatError, OSError) as error:
             return Held(tier.name, location, tier.enabled, False, (), str(error))
         described = tuple(self._described(tier.path, info) for info in found)
@@ -223,9 +224,9 @@ class Inventory:
 
 def _tiers(config: Config) -> list[Tier]:
     """Every configured target: one that was disabled still holds its data."""
-    found: dict[Path, Tier] = {}
+    found: dict[str, Tier] = {}
     for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
-        found.setdefault(tier.path, tier)
+        found.setdefault(tier.location, tier)
     return list(found.values())
 
 
