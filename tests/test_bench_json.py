@@ -104,6 +104,23 @@ def test_mover_stall(
     assert {row["case"] for row in found} == {"the target is slow", "the target hangs"}
 
 
+@pytest.mark.full
+def test_s3(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kernel_home: Path,
+) -> None:
+    module = bench("s3", monkeypatch)
+    with agent_home(tmp_path, monkeypatch, kernel_home):
+        options = ("--rounds", "7", "--mib", "16", "--root", tmp_path / "root", "--no-compile")
+        found = rows(module, "s3", capsys, *options)
+    puts = next(row for row in found if row["metric"] == "PUTs to store")
+    assert puts["ratio_peer"] < 1 / 20
+    evicted = next(row for row in found if row["metric"] == "delete requests")
+    assert evicted["ours"] == 2
+
+
 def test_submit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ __all__ = ["conforms"]
 
 _NAMES = {"bench", "case", "metric", "unit", "peer_name", "limit_name"}
 _NUMBERS = {"ours", "peer", "limit", "ratio_peer", "ratio_limit"}
-_UNITS = {"s", "us", "GB/s", "share", "bytes", "nats"}
+_UNITS = {"s", "us", "GB/s", "share", "bytes", "nats", "requests"}
 
 
 def conforms(row: dict[str, Any]) -> None:

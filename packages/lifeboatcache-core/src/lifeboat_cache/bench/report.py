@@ -25,8 +25,8 @@ class Row:
     bench, case, metric
         What was measured.
     unit
-        Of ``ours``, ``peer`` and ``limit``. In ``s``, ``us``, ``bytes`` and ``nats`` less is
-        better, in ``GB/s`` and ``share`` more is.
+        Of ``ours``, ``peer`` and ``limit``. In ``s``, ``us``, ``bytes``, ``nats`` and
+        ``requests`` less is better, in ``GB/s`` and ``share`` more is.
     ours, peer, limit
         Medians; for orientation only.
     peer_name, limit_name
