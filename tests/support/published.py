@@ -38,7 +38,12 @@ def engine_facts(number: int = 0, *, of: int = 1, scale: float = 1.0, **changes:
         "stored_blocks": round(6_000 * scale),
         "stored_bytes": round(6_000 * scale) * 3_145_728,
         "store_seconds": round(6_000 * scale) * 0.009,
+        "prompt_tokens": round(9_100_000 * scale),
+        "cached_tokens": loaded * 256 + round(1_700_000 * scale),
         "served_tokens": loaded * 256,
+        "saved_seconds": loaded * 256 / 5_200,
+        "prefill_tokens": round(2_600_000 * scale),
+        "prefill_seconds": 500.0 * scale,
         "recovered_blocks": 4_000,
         "recovery_seconds": 0.4,
         "bad_journal_entries": 0,
@@ -53,6 +58,20 @@ def engine_facts(number: int = 0, *, of: int = 1, scale: float = 1.0, **changes:
         "decoded_bytes:fp8": loaded * 1_597_000,
     }
     counts.update(changes.pop("counts", {}))
+    timed = {
+        "tier_load_bucket:fp8:0.025": round(1_500 * scale),
+        "tier_load_bucket:fp8:0.05": round(980 * scale),
+        "tier_load_bucket:fp8:0.25": round(40 * scale),
+        "tier_load_seconds:fp8": 61.0 * scale,
+        "tier_store_bucket:fp8:0.1": round(1_400 * scale),
+        "tier_store_bucket:fp8:0.5": round(90 * scale),
+        "tier_store_seconds:fp8": 130.0 * scale,
+    }
+    looked_up = {
+        "lookup_bucket:0.0001": round(2_900 * scale),
+        "lookup_bucket:0.001": round(30 * scale),
+        "lookup_seconds": 0.2 * scale,
+    }
     name = f"{number:x}a7c51e90d34"[:12]
     return {
         "kind": "store",
@@ -85,7 +104,9 @@ def engine_facts(number: int = 0, *, of: int = 1, scale: float = 1.0, **changes:
         },
         "config": {"problem": "", "restart": []},
         "counters": [
-            {"labels": {"namespace": name, "engine": "vllm", "target": target}, "values": counts}
+            {"labels": {"namespace": name, "engine": "vllm", "target": target}, "values": counts},
+            {"labels": {"tier": target}, "values": timed},
+            {"labels": {"engine": "vllm"}, "values": looked_up},
         ],
     } | changes
 

@@ -20,7 +20,7 @@ from lifeboat_cache.registry.totals import snapshot
 FILE = Path(lifeboat_cache.dashboard.__file__).parent / "grafana/lifeboatcache.json"
 DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
 
-KNOWN = {info.name: info for info in METRICS}
+KNOWN = {f"{info.name}_bucket" if info.kind == "histogram" else info.name: info for info in METRICS}
 
 
 def queries() -> Iterator[str]:
@@ -59,8 +59,8 @@ def test_every_query_asks_for_what_is_exported(query: str, made: MadeUpHome, hom
     assert selectors
     for name, braces, span in selectors:
         assert name in KNOWN, name
-        # Rates are of counters, and counters are only asked for as rates.
-        assert (KNOWN[name].kind == "counter") == (span == "[$__rate_interval]"), name
+        # Rates are of what only grows, and that is only asked for as a rate.
+        assert (KNOWN[name].kind != "gauge") == (span == "[$__rate_interval]"), name
         matchers = re.findall(r'(\w+)(=~|!~|!=|=)"([^"]*)"', braces)
         assert {label for label, _, _ in matchers} <= set(KNOWN[name].labels), name
         assert any(
@@ -69,7 +69,12 @@ def test_every_query_asks_for_what_is_exported(query: str, made: MadeUpHome, hom
             for sample in samples
         ), f"nothing is exported for {name}{{{braces}}}"  # fmt: skip
     for labels, name in AGGREGATION.findall(query):
-        assert set(labels.split(", ")) <= set(KNOWN[name].labels), query
+        info = KNOWN[name]
+        known_labels = {*info.labels, *(["le"] if info.kind == "histogram" else [])}
+        assert set(labels.split(", ")) <= known_labels, query
+    if "_bucket" in query:
+        assert query.startswith("histogram_quantile(")
+        assert "sum by (le" in query
 
 
 def fits(value: str, how: str, wanted: str) -> bool:
@@ -96,3 +101,10 @@ def test_it_is_whole() -> None:
         match = re.fullmatch(r"label_values\((\w+), (\w+)\)", one["query"]["query"])
         assert match is not None
         assert match[2] in KNOWN[match[1]].labels
+
+
+def test_it_shows_every_histogram_and_count_of_tokens() -> None:
+    asked = " ".join(queries())
+    for name, info in KNOWN.items():
+        if info.kind == "histogram" or "_tokens_" in name or "saved_seconds" in name:
+            assert name in asked or "prefill" in name, name

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from published import MadeUpHome, agent_facts, engine_facts
 
 from lifeboat_cache.dashboard.facts import overview_facts
-from lifeboat_cache.dashboard.history import FIELDS, SPANS, History, sample_of
-from lifeboat_cache.dashboard.plots import PLOTS, _axis, draw
+from lifeboat_cache.dashboard.history import FIELDS, LOAD_BUCKETS, SPANS, History, sample_of
+from lifeboat_cache.dashboard.plots import PLOTS, _axis, _Columns, draw
 from lifeboat_cache.dashboard.source import Source
+from lifeboat_cache.latency import JOB_BOUNDS, quantile
 
 HOUR, DAY, WEEKS = SPANS
 START = 1_800_000_000.0
@@ -39,7 +40,7 @@ def test_samples_survive_a_restart(tmp_path: Path) -> None:
     assert len(before) == 60
     assert len(again.read(DAY, START + 600)) == 10
     again.close()
-    assert path.stat().st_size == size < 1_000_000
+    assert path.stat().st_size == size < 1_200_000
 
 
 def test_it_never_grows_and_forgets_the_oldest(tmp_path: Path) -> None:
@@ -120,3 +121,28 @@ def test_a_sample_is_what_the_page_says(home: Path, made: MadeUpHome, tmp_path: 
     assert sample["used_bytes"] == 311e9
     assert overview_facts(view, source.history, HOUR)["engines"] == sample["engines"] == 1
     source.close()
+
+
+buckets = st.lists(
+    st.lists(st.integers(0, 50), min_size=len(LOAD_BUCKETS), max_size=len(LOAD_BUCKETS)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(buckets, st.sampled_from([0.5, 0.9, 0.99]))
+def test_percentiles_over_time_are_those_of_each_moment(
+    steps: list[list[int]], part: float
+) -> None:
+    samples = np.zeros((len(steps) + 1, 1 + len(FIELDS)))
+    samples[:, 0] = START + 10.0 * np.arange(len(samples))
+    first = 1 + FIELDS.index(LOAD_BUCKETS[0])
+    samples[1:, first : first + len(LOAD_BUCKETS)] = np.cumsum(steps, axis=0)
+    found = _Columns(samples, HOUR, None).load_quantile(part)
+    ends = [name.rpartition("_")[2] for name in LOAD_BUCKETS]
+    for counts, one in zip(steps, found.tolist(), strict=True):
+        expected = quantile(dict(zip(ends, map(float, counts), strict=True)), part, JOB_BOUNDS)
+        if expected is None:
+            assert math.isnan(one)
+        else:
+            assert math.isclose(one, expected, rel_tol=1e-9)

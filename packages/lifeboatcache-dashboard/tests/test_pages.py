@@ -55,6 +55,14 @@ def test_the_overview_says_what_was_gained(dashboard: Dashboard, made: MadeUpHom
     assert ever["saved_bytes"] == 6_000 * (3_145_728 - 1_597_000)
     assert facts["medium_bytes_per_second"] == 6.4e9
     assert facts["codecs"][0]["error"] == 0.0132
+    assert ever["token_hit_rate"] == pytest.approx(12_800 * 256 / 9_100_000)
+    assert ever["engine_hit_rate"] == pytest.approx(1.7 / 9.1)
+    assert ever["saved_seconds"] == pytest.approx(12_800 * 256 / 5_200)
+    assert ever["loads"] == 2_520
+    assert 0.01 < ever["load_p50_s"] < 0.025 < ever["load_p99_s"] <= 0.25
+    assert "3.3M in all, 36 %" in shown
+    assert "engines compute 5.2k tokens/s" in shown
+    assert "10.5 m in all" in shown
     assert "77 % in all" in shown
     assert "3.3M in all" in shown
 
@@ -90,6 +98,8 @@ def test_targets_recovery_and_processes(dashboard: Dashboard, made: MadeUpHome) 
     assert target["queue_bytes"] == 64_000_000
     assert target["hit_rate"] == pytest.approx(0.77)
     assert target["load_block_seconds"] == pytest.approx(0.0031)
+    assert target["latency"]["load"]["count"] == 2_520
+    assert "A load 22.6 ms median" in text_of(client.get("/targets").text)
     assert "311.0 GB of 400.0 GB used (78 %)" in text_of(client.get("/targets").text)
     (recovery,) = client.get("/api/recovery").json()["processes"]
     assert recovery["part"] == pytest.approx(0.4)
@@ -175,7 +185,16 @@ def test_metrics_are_those_of_the_agent(dashboard: Dashboard, made: MadeUpHome, 
     ages = {"lifeboat_node_silence_seconds"}
     for key, value in wanted.items():
         assert key[0] in ages or found[key] == value, key
-    assert {name for name, _ in found} <= {info.name for info in METRICS}
+    series = {
+        name
+        for info in METRICS
+        for name in (
+            [f"{info.name}_{part}" for part in ("bucket", "sum", "count")]
+            if info.kind == "histogram"
+            else [info.name]
+        )
+    }
+    assert {name for name, _ in found} <= series
 
 
 def test_counts_of_processes_that_ended_stay(dashboard: Dashboard, made: MadeUpHome) -> None:

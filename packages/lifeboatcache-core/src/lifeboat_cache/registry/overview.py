@@ -17,7 +17,7 @@ from lifeboat_cache.registry.processes import ProcessEntry
 from lifeboat_cache.registry.totals import Snapshot
 from lifeboat_cache.version import __version__
 
-__all__ = ["AgentFacts", "overview"]
+__all__ = ["AgentFacts", "latency_of", "overview"]
 
 _SUMS = (
     "lookups",
@@ -162,11 +162,11 @@ def _sums(counts: Counts) -> dict[str, Any]:
             if count and reason not in NOT_DROPPED
         }
     sums["codecs"] = _codecs(counts)
-    sums["latency"] = _latency(counts)
+    sums["latency"] = latency_of(counts)
     return sums
 
 
-def _latency(counts: Counts) -> dict[str, dict[str, Any]]:
+def latency_of(counts: Counts) -> dict[str, dict[str, Any]]:
     """By what is timed: how many there were, and their percentiles; over tiers and codecs."""
     out: dict[str, dict[str, Any]] = {}
     for kind, name in (("load", "tier_load"), ("store", "tier_store"), ("lookup", "lookup")):
@@ -221,5 +221,5 @@ def _target(target: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
     return {
         **target,
         **{name: own.total(name) for name in _TARGET_SUMS},
-        "latency": _latency(timed),
+        "latency": latency_of(timed),
     }

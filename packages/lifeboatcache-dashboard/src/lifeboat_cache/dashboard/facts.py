@@ -11,11 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from lifeboat_cache.dashboard.history import FIELDS, LEVELS, History, Samples, Span
+from lifeboat_cache.dashboard.history import (
+    FIELDS,
+    LEVELS,
+    LOAD_BUCKETS,
+    History,
+    Samples,
+    Span,
+    sample_of,
+)
 from lifeboat_cache.dashboard.inventory import Contents
 from lifeboat_cache.dashboard.source import View
+from lifeboat_cache.latency import JOB_BOUNDS, quantile
 from lifeboat_cache.registry import Counts
 from lifeboat_cache.registry.health import remedy_of
+from lifeboat_cache.registry.overview import latency_of
 from lifeboat_cache.version import __version__ as core_version
 
 __all__ = [
@@ -87,15 +97,7 @@ def overview_facts(view: View, history: History, span: Span) -> dict[str, Any]:
         "agent": document["agent"],
         "range": {"name": span.name, "title": span.title, "seconds": span.seconds},
         "in_range": _figures(_grown(history.read(span, time.time()))),
-        "since_ever": _figures(
-            {
-                **totals,
-                **{
-                    name: sum(one[name] for one in totals["codecs"].values())
-                    for name in ("encoded_raw_bytes", "encoded_bytes")
-                },
-            }
-        ),
+        "since_ever": _figures(sample_of(document)),
         "medium_bytes_per_second": limit,
         "codecs": _codecs(document),
         "not_stored": [
@@ -132,10 +134,21 @@ def _figures(sums: Mapping[str, Any]) -> dict[str, float | None]:
         return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else 0.0
 
     raw, kept = value("encoded_raw_bytes"), value("encoded_bytes")
+    asked, served = value("prompt_tokens"), value("served_tokens")
+    loads = {name.rpartition("_")[2]: value(name) for name in LOAD_BUCKETS}
     return {
         "lookups": value("lookups"),
         "hit_rate": _ratio(value("lookup_hits"), value("lookups")),
-        "served_tokens": value("served_tokens"),
+        "prompt_tokens": asked,
+        "served_tokens": served,
+        "token_hit_rate": _ratio(min(served, asked), asked),
+        # The rest of what was not computed the engine had in its own memory.
+        "engine_hit_rate": _ratio(min(asked, max(0.0, value("cached_tokens") - served)), asked),
+        "saved_seconds": value("saved_seconds") or None,
+        "prefill_tokens_per_second": _ratio(value("prefill_tokens"), value("prefill_seconds")),
+        "loads": sum(loads.values()),
+        "load_p50_s": quantile(loads, 0.5, JOB_BOUNDS),
+        "load_p99_s": quantile(loads, 0.99, JOB_BOUNDS),
         "loaded_bytes": value("loaded_bytes"),
         "loaded_blocks": value("loaded_blocks"),
         "stored_bytes": value("stored_bytes"),
@@ -263,11 +276,13 @@ def _target(
     target: Mapping[str, Any], view: View, seen: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     name = str(target.get("name"))
-    own = Counts()
+    own, timed = Counts(), Counts()
     for labels, values in view.found.counts.groups():
         pairs = dict(labels)
         if pairs.get("target") == name and "namespace" in pairs:
             own.add({}, values)
+        elif pairs == {"tier": name}:
+            timed.add({}, values)
     sums = {key: own.total(key) for key in _STORE_SUMS}
     users = [item for item in view.document["processes"] if item["target"].get("name") == name]
     pids = sorted({item["pid"] for item in users} | {item["pid"] for item in seen})
@@ -302,6 +317,7 @@ def _target(
             for name in ("queue_jobs", "queue_bytes", "queue_limit_bytes")
         },
         **sums,
+        "latency": latency_of(timed),
         "hit_rate": _ratio(sums["lookup_hits"], sums["lookups"]),
         "load_block_seconds": _ratio(sums["load_seconds"], sums["loaded_blocks"]),
         "store_block_seconds": _ratio(sums["store_seconds"], sums["stored_blocks"]),

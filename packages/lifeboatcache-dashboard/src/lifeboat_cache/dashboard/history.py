@@ -20,15 +20,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FIELDS", "SPANS", "History", "Samples", "Span", "sample_of"]
+from lifeboat_cache.latency import JOB_BOUNDS, bucket_of
+
+__all__ = ["FIELDS", "LOAD_BUCKETS", "SPANS", "History", "Samples", "Span", "sample_of"]
 
 Samples = npt.NDArray[np.float64]
+
+#: How many loads took so long, by the end of each bucket.
+LOAD_BUCKETS = tuple(f"load_le_{end:g}" for end in (*JOB_BOUNDS, math.inf))
 
 #: What a sample holds, after its time.
 FIELDS = (
     "lookups",
     "lookup_hits",
+    "prompt_tokens",
+    "cached_tokens",
     "served_tokens",
+    "saved_seconds",
+    "prefill_tokens",
+    "prefill_seconds",
     "loaded_blocks",
     "loaded_bytes",
     "load_seconds",
@@ -46,6 +56,7 @@ FIELDS = (
     "queue_bytes",
     "codec_error",
     "engines",
+    *LOAD_BUCKETS,
 )
 
 #: Of these a sample has the value then, not a sum.
@@ -53,7 +64,7 @@ LEVELS = frozenset({"used_bytes", "queue_bytes", "codec_error", "engines"})
 
 _COLUMNS = len(FIELDS) + 1
 _ROW_BYTES = _COLUMNS * 8
-_HEAD_BYTES = 1024
+_HEAD_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -190,6 +201,9 @@ def sample_of(document: Mapping[str, Any]) -> dict[str, float]:
     # Evicted between lookup and load is no fault.
     failed = totals["load_failed"]
     sample["not_loaded_blocks"] = float(sum(failed.values()) - failed.get("missing", 0))
+    sample.update(dict.fromkeys(LOAD_BUCKETS, 0.0))
+    for end, count in totals["latency"].get("load", {}).get("buckets", {}).items():
+        sample[LOAD_BUCKETS[bucket_of(end, JOB_BOUNDS)]] += float(count)
     used = [target.get("used_bytes") for target in document["targets"]]
     known = [float(value) for value in used if isinstance(value, (int, float))]
     sample["used_bytes"] = sum(known) if known else math.nan

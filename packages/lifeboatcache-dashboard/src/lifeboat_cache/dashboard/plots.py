@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.dashboard import shown
-from lifeboat_cache.dashboard.history import FIELDS, Samples, Span
+from lifeboat_cache.dashboard.history import FIELDS, LOAD_BUCKETS, Samples, Span
+from lifeboat_cache.latency import JOB_BOUNDS
 
 __all__ = ["PLOTS", "Line", "Plot", "Series", "draw"]
 
@@ -124,6 +125,28 @@ class _Columns:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(below > 0, scale * above / below, np.nan)
 
+    def engine_hits(self) -> Values:
+        """The part of prompts that engines had in their own memory, in percent."""
+        asked, own = self.more("prompt_tokens"), self.more("cached_tokens")
+        own = np.clip(own - self.more("served_tokens"), 0.0, None)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(asked > 0, np.clip(100 * own / asked, 0.0, 100.0), np.nan)
+
+    def load_quantile(self, part: float) -> Values:
+        """So long a part of the loads took at most."""
+        rows = np.nan_to_num(np.stack([self.more(name) for name in LOAD_BUCKETS], axis=-1))
+        sums = np.cumsum(rows, axis=-1)
+        rank = part * sums[:, -1:]
+        bucket = np.argmax((sums >= rank) & (rows > 0), axis=-1)
+        at = np.arange(len(rows))
+        # As :func:`lifeboat_cache.latency.quantile` does it for one.
+        lows, highs = np.array((0.0, *JOB_BOUNDS)), np.array((*JOB_BOUNDS, JOB_BOUNDS[-1]))
+        low, count = lows[bucket], rows[at, bucket]
+        before = sums[at, bucket] - count
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = low + (highs[bucket] - low) * (rank[:, 0] - before) / count
+        return np.where(sums[:, -1] > 0, found, np.nan)
+
     def constant(self, value: float | None) -> Values:
         return np.full(len(self.gaps), math.nan if value is None else value)
 
@@ -143,6 +166,19 @@ PLOTS: tuple[_Recipe, ...] = (
         "of blocks asked for",
         _percent,
         lambda c: [Series("found", c.ratio("lookup_hits", "lookups", 100.0))],
+        top=100.0,
+    ),
+    _Recipe(
+        "sources",
+        "Where prompts came from",
+        "of prompt tokens; the rest was computed",
+        _percent,
+        lambda c: [
+            Series(
+                "LifeboatCache", np.clip(c.ratio("served_tokens", "prompt_tokens", 100.0), 0, 100)
+            ),
+            Series("the engine's own memory", c.engine_hits(), "b"),
+        ],
         top=100.0,
     ),
     _Recipe(
@@ -174,10 +210,13 @@ PLOTS: tuple[_Recipe, ...] = (
     ),
     _Recipe(
         "latency",
-        "Time to restore a block",
-        "mean, from asking to having it",
+        "Time to restore",
+        "of a load, from asking to having it",
         shown.duration,
-        lambda c: [Series("a block", c.ratio("load_seconds", "loaded_blocks"))],
+        lambda c: [
+            Series("half of them, at most", c.load_quantile(0.5)),
+            Series("99 of 100", c.load_quantile(0.99), "b"),
+        ],
     ),
     _Recipe(
         "saved",

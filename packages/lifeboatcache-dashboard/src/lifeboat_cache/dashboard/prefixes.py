@@ -1,4 +1,4 @@
-"""Which prefixes of prompts are shared most, from journals: who stores what after what.
+"""Which prefixes of prompts are used most: from access logs, and what follows what in journals.
 
 Only for people: journals are read as they are, without checking every entry, and what was
 evicted inside a file that is still there counts.
@@ -32,6 +32,7 @@ _NODE = np.dtype(
         ("parent", "<u8"),
         ("position", "<u4"),
         ("used", "<u4"),
+        ("uses", "<u4"),
         ("group", "<u2"),
         ("writer", "<u2"),
         ("segment", "<u4"),
@@ -44,12 +45,15 @@ _Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Prefix:
-    """The common beginning of several prompts.
+    """The beginning of prompts.
 
     Attributes
     ----------
     tokens
         How long it is.
+    uses
+        How often it was used, as far back as access logs go: what one engine does within
+        twenty seconds is one use.
     continuations
         How many stored prompts go on after it, each in its own way.
     blocks
@@ -59,13 +63,14 @@ class Prefix:
     """
 
     tokens: int
+    uses: int
     continuations: int
     blocks: int
     last_used: float
 
 
 def shared_prefixes(directory: Path, most: int = 5) -> list[Prefix]:
-    """The prefixes of a namespace that save most: by their length and how many share them.
+    """The prefixes of a namespace that save most: by their length and how often they are used.
 
     Parameters
     ----------
@@ -132,7 +137,7 @@ def _pages(path: Path, kind: np.dtype[Any], size: int, most: int) -> list[_Array
 
 
 def _take_uses(directory: Path, logs: list[str], writers: list[str], nodes: _Array) -> None:
-    """Note when records were read, from access logs."""
+    """Note when records were used, and how often, from access logs."""
     if not len(nodes):
         return
     numbers = {bytes.fromhex(writer): number for number, writer in enumerate(writers)}
@@ -151,6 +156,7 @@ def _take_uses(directory: Path, logs: list[str], writers: list[str], nodes: _Arr
             at = np.minimum(np.searchsorted(place, wanted), len(place) - 1)
             found = place[at] == wanted
             np.maximum.at(nodes["used"], order[at[found]], rows["time"][found])
+            np.add.at(nodes["uses"], order[at[found]], 1)
 
 
 def _place(writer: _Array, segment: _Array, slot: _Array) -> _Array:
@@ -163,7 +169,9 @@ def _place(writer: _Array, segment: _Array, slot: _Array) -> _Array:
 def _shared(nodes: _Array, most: int) -> list[Prefix]:
     # Every group of layers holds the same tokens: the first stands for all.
     nodes = nodes[(nodes["group"] == nodes["group"].min()) & (nodes["position"] > 0)]
-    families, at = np.unique(nodes["family"], return_index=True)
+    families, at, copy = np.unique(nodes["family"], return_index=True, return_inverse=True)
+    # Of what several processes have stored, each copy may be used.
+    uses = np.bincount(copy.reshape(-1), weights=nodes["uses"]).astype(np.int64)
     nodes = nodes[at]
     if not len(nodes):
         return []
@@ -183,13 +191,21 @@ def _shared(nodes: _Array, most: int) -> list[Prefix]:
         np.add.at(ends, parent[rows], ends[rows])
         np.add.at(below, parent[rows], below[rows])
         np.maximum.at(used, parent[rows], used[rows])
-    branching = np.flatnonzero(children > 1)
+        np.maximum.at(uses, parent[rows], uses[rows])
+    longer = np.zeros(len(nodes), np.int64)  # how often what comes after it is used
+    np.maximum.at(longer, parent[has_parent], uses[has_parent])
+    ending = np.flatnonzero((children > 1) | ((uses > 1) & (uses > longer)))
     # What the others need not store or compute again.
-    worth = (ends[branching] - 1) * nodes["position"][branching].astype(np.int64)
-    best = branching[np.argsort(-worth, kind="stable")[:most]]
+    times = np.maximum(uses, ends)[ending] - 1
+    worth = times * nodes["position"][ending].astype(np.int64)
+    best = ending[np.argsort(-worth, kind="stable")[:most]]
     return [
         Prefix(
-            int(nodes["position"][index]), int(ends[index]), int(below[index]), float(used[index])
+            int(nodes["position"][index]),
+            int(uses[index]),
+            int(ends[index]),
+            int(below[index]),
+            float(used[index]),
         )
         for index in best.tolist()
     ]
