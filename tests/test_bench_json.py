@@ -314,3 +314,33 @@ def test_restore_starts_the_servers_in_both_orders(
     assert first == second[::-1]
     assert [row["peer_name"] for row in found] == ["vLLM's fs tier", "computed again"]
     assert [row["ratio_peer"] for row in found] == [1.0, 0.2]
+
+
+def test_the_dashboard_is_open_and_closed_in_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = bench("vllm_dashboard", monkeypatch)
+    without_engines(module, monkeypatch)
+    waited: list[float] = []
+    looked: list[str] = []
+
+    class PretendedPages:
+        def __init__(self, port: int) -> None:
+            assert port
+
+        def get(self, _path: str) -> dict[str, int]:
+            return {"engines": 1}
+
+        def text(self, path: str) -> str:
+            looked.append(path)
+            return ""
+
+    monkeypatch.setattr(module, "Pages", PretendedPages)
+    monkeypatch.setattr(module, "_REFRESH_S", 0.001)
+    monkeypatch.setattr(module.time, "sleep", waited.append)
+    monkeypatch.setattr(module, "seconds", lambda *_: 2.0 + len(looked) * 0)
+    found = rows(module, "vllm_dashboard", capsys, "--rounds", "7", "--days", "2")
+    assert [row["limit_name"] for row in found] == ["page closed"]
+    assert [row["ratio_limit"] for row in found] == [1.0]
+    assert len(looked) >= 8
+    assert waited.count(module._INTEREST_S) == 8

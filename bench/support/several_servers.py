@@ -35,9 +35,20 @@ class Servers:
     chunk_tokens
         Tokens per chunk, for ours and for the fs tier; ``None`` leaves the fs tier at
         vLLM's default of one block.
+    settings
+        More for ours: lines of its configuration file.
+    packages
+        Sources that ours needs besides what is installed.
     """
 
-    def __init__(self, name: str, *, chunk_tokens: int | None = 256) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        chunk_tokens: int | None = 256,
+        settings: str = "",
+        packages: Sequence[Path] = (),
+    ) -> None:
         self.model = Path(os.environ["LIFEBOAT_TEST_MODEL"])
         self.directory = dev_home() / "bench" / name
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -49,7 +60,7 @@ class Servers:
         self.root = self.directory / "fs"
         # The CPU tier is touched as a whole at the start: three servers share this machine.
         (self.home / "lifeboat.yaml").write_text(
-            f"engine: {{native_cpu_gb: {_CPU_TIER_BYTES / 1e9}}}\n"
+            f"engine: {{native_cpu_gb: {_CPU_TIER_BYTES / 1e9}}}\n{settings}"
         )
         extra = {
             "spec_name": "TieringOffloadingSpec",
@@ -65,6 +76,9 @@ class Servers:
         }
         self._args = {FS: ["--kv-transfer-config", json.dumps(transfer)]}
         self._env = {OURS: {"LIFEBOAT_CACHE": "1", "LIFEBOAT_CACHE_HOME": str(self.home)}}
+        if packages:
+            known = [*map(str, packages), os.environ.get("PYTHONPATH", "")]
+            self._env[OURS]["PYTHONPATH"] = os.pathsep.join(filter(None, known))
         self._started = 0
 
     def _describe(self, who: str) -> VllmServer:

@@ -62,7 +62,7 @@ def test_the_overview_says_what_was_gained(dashboard: Dashboard, made: MadeUpHom
     assert 0.01 < ever["load_p50_s"] < 0.025 < ever["load_p99_s"] <= 0.25
     assert "3.3M in all, 36 %" in shown
     assert "engines compute 5.2k tokens/s" in shown
-    assert "10.5 m in all" in shown
+    assert "10.5 min in all" in shown
     assert "77 % in all" in shown
     assert "3.3M in all" in shown
 

@@ -189,6 +189,13 @@ PLOTS: tuple[_Recipe, ...] = (
         lambda c: [Series("tokens", c.per_second("served_tokens"))],
     ),
     _Recipe(
+        "time",
+        "Prefill time saved",
+        "seconds in each second, estimated",
+        lambda value: f"{value:.2g} s/s",
+        lambda c: [Series("saved", c.per_second("saved_seconds"))],
+    ),
+    _Recipe(
         "moved",
         "KV restored and stored",
         "bytes per second",
@@ -249,6 +256,13 @@ PLOTS: tuple[_Recipe, ...] = (
         "on all targets",
         shown.size,
         lambda c: [Series("used", c.level("used_bytes"))],
+    ),
+    _Recipe(
+        "evicted",
+        "Evicted",
+        "bytes per second",
+        shown.rate,
+        lambda c: [Series("evicted", c.per_second("evicted_bytes"), "b")],
     ),
 )
 

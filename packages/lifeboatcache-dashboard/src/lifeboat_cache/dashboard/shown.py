@@ -64,7 +64,9 @@ def duration(value: Any) -> str:
         return f"{value * 1e6:.0f} µs"
     if 0 < value < 0.1:
         return f"{value * 1000:.1f} ms"
-    return format_duration(value)
+    written = format_duration(value)
+    # Beside numbers in millions an "m" is taken for one.
+    return f"{written}in" if written.endswith(" m") else written
 
 
 def ago(seconds: Any) -> str:
