@@ -11,7 +11,7 @@ from typing import Any
 
 from lifeboat_cache.config import load_config
 from lifeboat_cache.config.live import LiveConfig
-from lifeboat_cache.integrations import sglang_epoch, sglang_exit
+from lifeboat_cache.integrations import sglang_epoch, sglang_exit, sglang_prompts
 from lifeboat_cache.integrations.sglang_identity import find_namespace
 from lifeboat_cache.integrations.sglang_published import Published
 from lifeboat_cache.interface import Namespace, Store, open_block_store, require_interface
@@ -45,7 +45,7 @@ class Keeping:
     def __init__(
         self, name: str, *, namespace: Namespace | None = None, config: Any = None
     ) -> None:
-        require_interface(1, 3, "lifeboatcache-sglang")
+        require_interface(1, 4, "lifeboatcache-sglang")
         live = config
         if live is None:
             live = LiveConfig(load_config())
@@ -57,6 +57,7 @@ class Keeping:
         # First: without it nobody would notice that weights change.
         sglang_epoch.on_change(self._weights_changed)
         sglang_exit.install()
+        sglang_prompts.install()
         salt = settings.security.namespace_salt.get_secret_value()
         self.store: Store | None = open_block_store(
             live, namespace or partial(self._identify, salt), native=True
