@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ class Faults:
     broken: bool = False
     gate: threading.Event = field(default_factory=threading.Event)
     probes: int = 0
+    #: Each file is opened for reading so many seconds late.
+    late_s: float = 0.0
     #: Held by what makes files: nothing is made any more once it is broken.
     making: threading.RLock = field(default_factory=threading.RLock)
 
@@ -75,6 +78,7 @@ class Breakable(FilesystemTarget):
 
         def gated(writer: bytes, segment: int) -> OpenFile:
             faults.gate.wait()
+            time.sleep(faults.late_s)
             faults.check()
             return opening(writer, segment)
 

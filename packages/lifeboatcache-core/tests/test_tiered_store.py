@@ -19,7 +19,7 @@ from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.codecs.names import FP8, LBQ4, RAW
 from lifeboat_cache.errors import StoreClosedError
 from lifeboat_cache.interface import Job, Lookup, Namespace, Outcome, State, Store
-from lifeboat_cache.store import copier, member, tiered_store
+from lifeboat_cache.store import copier, member, speedometer, tiered_store
 from lifeboat_cache.store.tiered_store import TieredStore, Tiering
 from lifeboat_cache.store.write_modes import WriteMode
 from lifeboat_cache.testing import StoreDriver, flip_byte, sample_keys
@@ -409,6 +409,54 @@ def test_what_is_loaded_from_a_slower_rung_is_kept_on_the_faster_one(
     assert driver.driven.targets()[0].counters.blocks_loaded == expected
     driver.driven.close()
     assert held(tiers["nvme"], namespace, 5) == expected
+
+
+def test_of_several_copies_the_one_that_turns_out_faster_is_read(
+    tiers: dict[str, Tier],
+    open_ladder: Open,
+    namespace: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = tiers["nfs"].alone(namespace)
+    assert StoreDriver(alone).store(range(1)) == [OK]
+    alone.close()
+    driver = open_ladder(tiers["nvme"], tiers["nfs"], mode="all")
+    assert driver.store(range(1, 2)) == [OK]
+
+    def order() -> list[object]:
+        return [status(driver, name)["read_order"] for name in ("nvme", "nfs")]
+
+    assert order() == [1, 2]
+    monkeypatch.setattr(copier.Copier, "loaded", lambda *_: None)  # nothing is promoted
+    tiers["nvme"].faults.late_s = 0.3
+    for _ in range(4):
+        assert driver.load([0]) == [OK]
+        assert driver.load([1]) == [OK]
+    until(lambda: order() == [2, 1])
+    before = [one.counters.blocks_loaded for one in driver.driven.targets()]
+    assert driver.load([0, 1]) == [OK] * 2
+    after = [one.counters.blocks_loaded for one in driver.driven.targets()]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [0, 2]
+    # Some time later the other one is tried again.
+    monkeypatch.setattr(speedometer, "_RECENT_S", 0.0)
+    until(lambda: order() == [1, 2])
+
+
+def test_only_loads_of_the_same_size_are_compared() -> None:
+    far, near = speedometer.Speedometer(), speedometer.Speedometer()
+    for _ in range(8):
+        near.note(4096, 0.001)  # 4 MB/s
+        far.note(64 << 20, 0.1)  # 670 MB/s
+    assert not far.beats(near)
+    for _ in range(3):
+        far.note(4096, 0.0001)
+    assert not far.beats(near), "three loads say nothing"
+    far.note(4096, 0.0001)
+    assert far.beats(near)
+    assert not near.beats(far)
+    for _ in range(4):
+        near.note(64 << 20, 0.1)
+    assert not far.beats(near), "not for large loads"
 
 
 # --- pins and deletions ---------------------------------------------------------------------------

@@ -12,11 +12,11 @@ A store's document::
                   reason, writing, blocks, queue, stored_blocks, stored_bytes, written_bytes,
                   loaded_blocks, loaded_bytes, read_bytes, store_mean_s, load_mean_s,
                   store_dropped, load_failed, …}, …]: written and read: what blocks take there;
-                all of them, in order. Those of a ladder also say how often each was given up
-                (left), deletions it has missed (owed_deletions), what was copied to it
-                (copied_blocks, copied_bytes), and copies from it that wait (copies_queued) or
-                were not made (copies_dropped, by reason). If they are not as usual, also
-                mount, protocol, file_mode, group
+                all of them, in order. Those of a ladder also say when each is asked for a
+                block (read_order, from 1), how often it was given up (left), deletions it has
+                missed (owed_deletions), what was copied to it (copied_blocks, copied_bytes),
+                and copies from it that wait (copies_queued) or were not made (copies_dropped,
+                by reason). If they are not as usual, also mount, protocol, file_mode, group
     index       {blocks}
     queue       {jobs, pending_bytes, limit_bytes}
     recovery    {done, blocks, seconds, bad_entries}

@@ -14,6 +14,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.store.counters import CounterSnapshot
 from lifeboat_cache.store.prober import Prober
 from lifeboat_cache.store.protocol import State, Store, TargetStatus
+from lifeboat_cache.store.speedometer import Speedometer
 
 __all__ = ["PATIENCE_S", "Member", "MemberSpec"]
 
@@ -84,11 +85,14 @@ class Member:
         What it was made of.
     store
         Its store; ``None`` while the target is not used.
+    speed
+        How fast loads from it are.
     """
 
     def __init__(self, spec: MemberSpec) -> None:
         self.spec = spec
         self.store: Store | None = None
+        self.speed = Speedometer()
         self._opened = 0.0
         self._reason = ""
         self._prober = Prober(f"lifeboat-probe {spec.name}")

@@ -194,6 +194,7 @@ class Ladder:
         def done(part: Job) -> None:
             outcomes = part.outcomes
             _put(job, rows, outcomes)
+            member.speed.note(part.bytes_moved, part.seconds)
             good = outcomes == Outcome.OK
             if len(members) > 1 and not self.cancelling and not good.all():
                 rest = np.flatnonzero(~good)

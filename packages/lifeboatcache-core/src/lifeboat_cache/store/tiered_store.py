@@ -30,7 +30,7 @@ from lifeboat_cache.store.job_desk import JobDesk
 from lifeboat_cache.store.member import PATIENCE_S, Member, MemberSpec
 from lifeboat_cache.store.protocol import State, TargetStatus
 from lifeboat_cache.store.tiered_jobs import Ladder
-from lifeboat_cache.store.write_modes import WriteMode, by_speed, store_order
+from lifeboat_cache.store.write_modes import WriteMode, read_order, store_order
 
 __all__ = ["TieredStore", "Tiering"]
 
@@ -114,7 +114,7 @@ class TieredStore:
         self._desk = JobDesk(self._counters)
         self._specs = tiering.specs()
         self._members = tuple(Member(spec) for spec in self._specs)
-        self._fast = by_speed(self._members)
+        self._fast = read_order(self._members)
         self._mode: WriteMode = tiering.mode()
         self._copier = Copier(lambda: self._members, self._desk.wait_loads)
         self._ladder = Ladder(self._desk, self._copier, self._stored)
@@ -212,10 +212,12 @@ class TieredStore:
         if self._mode != "all":
             writing = writing[:1]
         found = []
+        places = {member: number for number, member in enumerate(self._fast, 1)}
         for member in self._members:
             status = member.status(writing=member in writing)
-            copies = self._copier.facts(member.spec.name)
-            found.append(replace(status, facts={**status.facts, **copies}))
+            more = self._copier.facts(member.spec.name)
+            more["read_order"] = places.get(member, 0)
+            found.append(replace(status, facts={**status.facts, **more}))
         return found
 
     def __len__(self) -> int:
@@ -605,6 +607,7 @@ class TieredStore:
         """See how the targets are, and which ones there are to be."""
         self._mode = self._tiering.mode()
         self._adopt(self._tiering.specs())
+        self._fast = read_order(self._members)
         usable = [one for one in self._members if one.usable and not one.spec.fallback]
         coming = [one for one in self._members if one.coming and not one.spec.fallback]
         for member in self._members:
@@ -626,7 +629,7 @@ class TieredStore:
         known = {_identity(one.spec): one for one in self._members}
         members = tuple(known.get(_identity(spec)) or Member(spec) for spec in specs)
         left = [one for one in self._members if one not in members]
-        self._members, self._fast = members, by_speed(members)
+        self._members, self._fast = members, read_order(members)
         for member in left:
             _log.info("LifeboatCache: target %s is used no more", member.spec.name)
             member.leave("it is not configured any more")

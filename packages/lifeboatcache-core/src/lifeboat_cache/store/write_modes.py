@@ -8,7 +8,7 @@ from typing import Literal
 from lifeboat_cache.codecs.ladder import SPEED
 from lifeboat_cache.store.member import Member
 
-__all__ = ["WriteMode", "below", "by_speed", "expects_below", "faster", "store_order"]
+__all__ = ["WriteMode", "below", "by_speed", "expects_below", "faster", "read_order", "store_order"]
 
 #: ``first``: straight to the first usable target. ``local_first``: to the fastest one, and
 #: copied on from there. ``all``: to every usable target.
@@ -23,6 +23,16 @@ def speed(member: Member) -> int:
 def by_speed(members: Sequence[Member]) -> tuple[Member, ...]:
     """The fastest first; of one rung in the order of the configuration."""
     return tuple(sorted(members, key=speed))
+
+
+def read_order(members: Sequence[Member]) -> tuple[Member, ...]:
+    """The order in which copies are read: by rung, but what turns out much faster goes first."""
+    order = list(by_speed(members))
+    for end in range(len(order), 1, -1):
+        for at in range(1, end):
+            if order[at].speed.beats(order[at - 1].speed):
+                order[at - 1 : at + 1] = order[at], order[at - 1]
+    return tuple(order)
 
 
 def store_order(members: Sequence[Member], mode: WriteMode) -> list[Member]:
