@@ -438,6 +438,21 @@ def test_mover_is_killed_in_the_middle_of_jobs(
     assert remote(driver).facts()["abandoned_bytes"] == 0
 
 
+def test_deletions_that_a_mover_has_not_taken_over_are_told_to_the_next(
+    rig: Movers, tier: Tier, driver: StoreDriver
+) -> None:
+    pid = rig.pid(tier)
+    os.kill(pid, signal.SIGSTOP)
+    assert driver.delete([0, 1]) == [True] * 2
+    assert driver.lookup(range(3)) == [Lookup.MISS, Lookup.MISS, Lookup.HIT]
+    assert driver.driven.undone_deletions() == driver.keys([0, 1])
+    os.kill(pid, signal.SIGKILL)
+    until(partial(gone, pid), "the end of the mover")
+    rig.start(tier)
+    until(lambda: not driver.driven.undone_deletions(), "the deletions to be taken over")
+    assert driver.lookup(range(3)) == [Lookup.MISS, Lookup.MISS, Lookup.HIT]
+
+
 def test_mover_that_cannot_even_be_killed(
     rig: Movers, tier: Tier, driver: StoreDriver, faulty: FaultyDisk
 ) -> None:

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -649,3 +650,28 @@ def test_ages_are_the_servers(shared: Path, clocks: Clocks) -> None:
     assert not lease_expired(file, touched, 10), "it was not watched long enough"
     clocks.tick(2)
     assert lease_expired(file, touched, 10)
+
+
+def test_a_clone_serves_what_was_stored_and_goes_its_own_way(
+    root: Path, tmp_path: Path, namespace: Namespace
+) -> None:
+    def opened(place: Path) -> StoreDriver:
+        store = BlockStore(namespace, [FilesystemTarget(place, kind="ontap")], io_workers=2)
+        assert store.wait_recovered(60)
+        return StoreDriver(store)
+
+    original = opened(root)
+    assert original.store(range(8)) == [OK] * 8
+    # A FlexClone is made while its writer lives; other inodes, another device and path.
+    clone = opened(shutil.copytree(root, tmp_path / "clone"))
+    assert clone.load(range(8)) == [OK] * 8
+    assert clone.store(range(8, 12)) == [OK] * 4
+    assert original.store(range(12, 16)) == [OK] * 4
+    assert clone.driven.close()
+    assert original.driven.close()
+    for place, there in ((root, [*range(8), *range(12, 16)]), (tmp_path / "clone", range(12))):
+        again = opened(place)
+        found = again.lookup(range(16))
+        assert [number for number in range(16) if found[number] == Lookup.HIT] == list(there)
+        assert again.load(there) == [OK] * 12
+        assert again.driven.close()
