@@ -285,6 +285,20 @@ def test_a_place_that_hangs_does_not_hold_the_launch(
     assert "has not answered" in reason
 
 
+def test_a_place_that_can_hang_is_not_asked(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(FilesystemTarget, "probe", lambda self: asked.append(self.name))
+    tier = "{{name: share, type: nfs, path: {}, min_free_gb: 0}}".format(tmp_path / "share")
+    for fallback in ("true", "false"):
+        (home / "lifeboat.yaml").write_text(
+            f"storage: {{tiers: [{tier}], fallback_local: {{enabled: {fallback}}}}}\n"
+        )
+        assert places_reason(load_config().config) is None
+    assert asked == ["fallback_local"]
+
+
 def test_a_fault_of_ours_does_not_stop_the_launch(
     launch: Launch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,13 @@ import threading
 
 from lifeboat_cache.config import Config
 from lifeboat_cache.errors import LifeboatError
-from lifeboat_cache.store.opening import configured_targets
+from lifeboat_cache.mover.hanging import can_hang
 from lifeboat_cache.targets.base import Target
+from lifeboat_cache.targets.opening import target_of
 
 __all__ = ["PATIENCE_S", "places_reason"]
 
-#: A place that does not answer for so many seconds is on a mount that hangs.
+#: A disk that does not answer for so many seconds hangs.
 PATIENCE_S = 20.0
 
 
@@ -19,7 +20,8 @@ def places_reason(config: Config, patience_s: float = PATIENCE_S) -> str | None:
     """Why no configured place can be used, ending in the remedy; ``None`` if one can.
 
     Creates the directory of the first that can be, as the store would do soon after.
-    A full disk counts as usable: what is there can be loaded.
+    A full disk counts as usable: what is there can be loaded. So does a place that can hang:
+    no thread of an engine may ask it, and it may be usable a moment later.
 
     Parameters
     ----------
@@ -29,11 +31,17 @@ def places_reason(config: Config, patience_s: float = PATIENCE_S) -> str | None:
         Seconds until a place that does not answer counts as unusable.
     """
     reasons = []
-    for target in configured_targets(config):
-        reason = _place_reason(target, patience_s)
+    perhaps = False
+    for tier in config.storage.places:
+        if can_hang(tier):
+            perhaps = True
+            continue
+        reason = _place_reason(target_of(tier), patience_s)
         if reason is None:
             return None
         reasons.append(reason)
+    if perhaps:
+        return None
     problems = "; ".join(reasons or ["no place is configured"])
     return f"nothing can be kept: {problems}"
 
@@ -51,7 +59,7 @@ def _place_reason(target: Target, patience_s: float) -> str | None:
         else:
             reasons.append(None)
 
-    # A system call on a dead mount cannot be given up, so it must not hold the launch.
+    # A system call on a dead disk cannot be given up, so it must not hold the launch.
     worker = threading.Thread(target=work, name="lifeboat-probe", daemon=True)
     worker.start()
     worker.join(patience_s)

@@ -27,15 +27,9 @@ from lifeboat_cache.store.household import Household
 from lifeboat_cache.store.member import MemberSpec
 from lifeboat_cache.store.protocol import Store
 from lifeboat_cache.store.tiered_store import TieredStore, Tiering
-from lifeboat_cache.targets.base import Target
 from lifeboat_cache.targets.opening import target_of
 
-__all__ = ["configured_targets", "open_block_store"]
-
-
-def configured_targets(config: Config) -> list[Target]:
-    """The enabled targets in the order in which they are tried."""
-    return [target_of(tier) for tier in config.storage.places]
+__all__ = ["open_block_store"]
 
 
 def open_block_store(
