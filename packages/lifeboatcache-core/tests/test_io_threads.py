@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,14 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lifeboat_cache.batch import BlockBuffers
+from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.checksum import ALGORITHM_XXH3, Binding
+from lifeboat_cache.job import Job
 from lifeboat_cache.kernels import io_layout as layout
+from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.store.io_python import execute
 from lifeboat_cache.store.io_task import IoTask, gather_pieces
 from lifeboat_cache.store.native_pool import NativePool
+from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver, aligned_memory
 
 PAGE = 4096
@@ -71,15 +75,19 @@ def task_of(
     *,
     runs: list[int] | None = None,
     chunk_bytes: int = 64 << 10,
+    warm: int = -1,
 ) -> IoTask:
-    """A task for blocks at given offsets; ``runs`` says with which blocks runs begin."""
+    """A task for blocks at given offsets; ``runs`` says with which blocks runs begin.
+
+    ``warm`` is a descriptor to read first what the page cache holds.
+    """
     count = len(buffers)
     blocks = np.arange(count)
     iov, starts = gather_pieces(buffers, blocks)
     lengths = buffers.sizes()
     starts_of_runs = [0] if runs is None else runs
     table = [
-        [fd, mode, first, last - first]
+        [fd, mode, first, last - first, warm]
         for first, last in zip(starts_of_runs, [*starts_of_runs[1:], count], strict=True)
     ]
     keys = np.arange(count * 32, dtype=np.uint8).reshape(count, 32)
@@ -195,6 +203,79 @@ def test_more_pieces_than_one_call_takes(run: Run, tmp_path: Path, bounce: bool)
         assert content(memory) == content(source)
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("bounce", [False, True])
+def test_what_the_page_cache_holds_is_read_from_there(
+    native: Pool, tmp_path: Path, bounce: bool
+) -> None:
+    sizes = [[PAGE] * 3, [PAGE * 40, 100], [PAGE * 300], [PAGE]]
+    offsets = places(sizes, gaps=True)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        source = memory_of(sizes, None, 0)
+        store = task_of("store", fd, layout.SCATTER, source, offsets)
+        native.run(store)
+        os.fsync(fd)
+        # The third block leaves the page cache; where that cannot be, all are read from there.
+        begin, size = offsets[2], sum(sizes[2])
+        os.posix_fadvise(fd, begin, size, os.POSIX_FADV_DONTNEED)
+        try:
+            cached = os.preadv(fd, [bytearray(size)], begin, os.RWF_NOWAIT) == size
+        except BlockingIOError:
+            cached = False
+        # What is not in the page cache comes from a file that has other bytes there.
+        os.pwrite(other, bytes(offsets[3] + PAGE), 0)
+        mode = layout.BOUNCE if bounce else layout.SCATTER
+        memory = memory_of(sizes, 0xEE, 0)
+        load = task_of("load", other, mode, memory, offsets, store.checksums, warm=fd)
+        native.run(load)
+        assert load.outcomes.tolist()[:2] == [OK, OK]
+        assert content(memory)[:2] == content(source)[:2]
+        if not cached:
+            assert load.outcomes.tolist()[2] == Outcome.CORRUPT
+    finally:
+        os.close(fd)
+        os.close(other)
+
+
+def test_a_store_reads_and_writes_through_the_page_cache_if_told(
+    native: Pool, tmp_path: Path, namespace: Namespace
+) -> None:
+    """Beside O_DIRECT: what was stored just now is there without the medium."""
+    keys = [bytes([number]) * 32 for number in range(4)]
+    buffers = memory_of([[PAGE * 16]] * 4, None, 0)
+    target = FilesystemTarget(tmp_path / "kv")
+    for page_cache in (True, False):
+        with contextlib.closing(
+            BlockStore(namespace, [target], io_workers=2, page_cache=page_cache)
+        ) as store:
+            assert store.wait_recovered(60)
+            if not store.sizes(keys).max() > 0:
+                assert _done(store.store(BlockBatch(keys, buffers)))
+                (segment,) = (tmp_path / "kv").rglob("*.segment")
+                if target.direct:
+                    assert _resident(segment) >= buffers.sizes().sum()
+            memory = memory_of([[PAGE * 16]] * 4, 0, 0)
+            assert _done(store.load(BlockBatch(keys, memory)))
+            assert content(memory) == content(buffers)
+
+
+def _done(job: Job) -> bool:
+    return job.wait(60) and job.ok
+
+
+def _resident(path: Path) -> int:
+    """How much of a file is in the page cache; all of it where that cannot be known."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            return os.preadv(file.fileno(), [bytearray(size)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return size
 
 
 @pytest.mark.parametrize("bounce", [False, True])

@@ -17,6 +17,7 @@ from lifeboat_cache.agent.kernel_build import compile_here
 from lifeboat_cache.agent.logfile import log_to_file, log_to_stderr
 from lifeboat_cache.agent.places import AgentPlaces
 from lifeboat_cache.agent.priority import use_all_cpus
+from lifeboat_cache.system import name_process
 
 __all__ = ["launch"]
 
@@ -57,8 +58,7 @@ def launch(argv: Sequence[str], tell: int = -1) -> int:
         )
     try:
         # What `ps` and `top` call it.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_text("lifeboat-agent", encoding="ascii")
+        name_process("lifeboat-agent")
         lock = places.claim(replace=args.take_over)
         code = Exit.OK if lock is not None else Exit.ANOTHER
         log_to_file(places.log)

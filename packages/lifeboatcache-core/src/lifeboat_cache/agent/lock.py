@@ -15,12 +15,15 @@ import threading
 from enum import Enum
 from pathlib import Path
 
+from lifeboat_cache.system import DARWIN
 from lifeboat_cache.targets.files import close_file, open_file
 
 __all__ = ["AgentLock", "Holding", "probe"]
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
-_FLOCK = struct.Struct("@hhqqi4x")
+#: ``struct flock``: how to pack it, and where the kind of lock is.
+_FLOCK = struct.Struct("@qqihh" if DARWIN else "@hhqqi4x")
+_KIND = 3 if DARWIN else 0
 
 # Locks of this very process: to open and close such a file would drop its lock.
 _own: set[str] = set()
@@ -64,13 +67,14 @@ def probe(path: Path) -> Holding:
         return Holding.FREE
     try:
         # Asked, not tried: a lock taken for a moment would keep an agent from starting.
-        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, rest = (fcntl.F_WRLCK, os.SEEK_SET), (0, 0, 0)
+        question = _FLOCK.pack(*((*rest, *kind) if DARWIN else (*kind, *rest)))
         answer = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, question))
     except (OSError, struct.error):
         return Holding.UNKNOWN
     finally:
         close_file(fd)
-    return Holding.FREE if answer[0] == fcntl.F_UNLCK else Holding.HELD
+    return Holding.FREE if answer[_KIND] == fcntl.F_UNLCK else Holding.HELD
 
 
 class AgentLock:

@@ -27,7 +27,7 @@ def step_back(*, urgent: bool = False) -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
-    number = _CALLS.get(platform.machine())
+    number = _CALLS.get(platform.machine()) if platform.system() == "Linux" else None
     if number is not None:
         value = _CLASS_BEST_EFFORT << 13 | 7 if urgent else _CLASS_IDLE << 13
         with contextlib.suppress(OSError, AttributeError):
@@ -36,5 +36,7 @@ def step_back(*, urgent: bool = False) -> None:
 
 def use_all_cpus() -> None:
     """Undo the CPU binding of the engine's thread that started this process."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    bind = getattr(os, "sched_setaffinity", None)
+    with contextlib.suppress(OSError):
+        if bind is not None:
+            bind(0, range(os.cpu_count() or 1))

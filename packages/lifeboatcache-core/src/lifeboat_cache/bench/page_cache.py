@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from lifeboat_cache.system import advise
+
 __all__ = ["forget_pages"]
 
 
@@ -27,6 +29,6 @@ def forget_pages(path: Path) -> None:
         try:
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                advise(fd, "dontneed")
         finally:
             os.close(fd)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.bench.page_cache import forget_pages
-from lifeboat_cache.targets.direct import MAX_PIECES, O_DIRECT
+from lifeboat_cache.targets.direct import MAX_PIECES, open_direct
+from lifeboat_cache.targets.files import open_file
 
 __all__ = ["RawFile"]
 
@@ -60,7 +61,7 @@ class RawFile:
         direct: bool,
     ) -> None:
         self._path = path
-        self._flags = os.O_CLOEXEC | (O_DIRECT if direct else 0)
+        self._open = open_direct if direct else open_file
         self._depth = depth
         self._size = source.nbytes
         aim = min(_CALL_BYTES, -(-self._size // (depth * _CALLS_PER_THREAD)))
@@ -118,8 +119,8 @@ class RawFile:
     def write(self) -> float:
         """Seconds to write everything to a new file."""
         self._path.unlink(missing_ok=True)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | self._flags
-        fd = os.open(self._path, flags, 0o600)
+        os.close(open_file(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        fd = self._open(self._path, os.O_WRONLY)
         try:
             return self._in_parallel(
                 self._source, lambda pieces, at: os.pwritev(fd, pieces, at), self._depth
@@ -130,18 +131,18 @@ class RawFile:
     def read(self) -> float:
         """Seconds to read everything back, the file out of the page cache."""
         forget_pages(self._path)
-        return self._read(self._flags)
+        return self._read(self._open)
 
     def read_cached(self) -> float:
         """Seconds to read everything from the page cache."""
         try:
-            self._read(os.O_CLOEXEC)  # it is in there from now on
-            return self._read(os.O_CLOEXEC)
+            self._read(open_file)  # it is in there from now on
+            return self._read(open_file)
         finally:
             forget_pages(self._path)
 
-    def _read(self, flags: int) -> float:
-        fd = os.open(self._path, os.O_RDONLY | flags)
+    def _read(self, opened: Callable[[Path, int], int]) -> float:
+        fd = opened(self._path, os.O_RDONLY)
         try:
             return self._in_parallel(
                 self._target, lambda pieces, at: os.preadv(fd, pieces, at), self._depth

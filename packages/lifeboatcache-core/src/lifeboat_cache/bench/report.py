@@ -189,9 +189,13 @@ def _shown(row: Row) -> str:
     return ", ".join(parts)
 
 
-def _cpu_times() -> tuple[float, float]:
-    """Busy and all CPU time of the machine since it started, in ticks."""
-    numbers = [int(part) for part in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+def _cpu_times() -> tuple[float, float] | None:
+    """Busy and all CPU time of the machine since it started, in ticks; ``None`` if unknown."""
+    try:
+        line = Path("/proc/stat").read_text().split("\n")[0]
+    except OSError:
+        return None
+    numbers = [int(part) for part in line.split()[1:9]]
     idle = numbers[3] + numbers[4]
     return float(sum(numbers) - idle), float(sum(numbers))
 
@@ -202,13 +206,17 @@ def machine_use(when: str, seconds: float = 2.0) -> float:
     Returns
     -------
     float
-        Share of the machine's cores, 0 to 1, that others use.
+        Share of the machine's cores, 0 to 1, that others use; where the system does not say
+        so, as its load tells.
     """
-    busy, total = _cpu_times()
+    before = _cpu_times()
     time.sleep(seconds)
-    busy_then, total_then = _cpu_times()
-    share = (busy_then - busy) / max(1.0, total_then - total)
+    then = _cpu_times()
     load = os.getloadavg()[0]
+    if before is None or then is None:
+        share = min(1.0, load / (os.cpu_count() or 1))
+    else:
+        share = (then[0] - before[0]) / max(1.0, then[1] - before[1])
     print(
         f"[bench] {when}: others use {share:.0%} of {os.cpu_count()} cores, load {load:.1f}"
         + (" (not quiet: measure again before you rely on this)" if share > 0.1 else ""),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lifeboat_cache.checksum import payload_checksum
-from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, read_into
+from lifeboat_cache.targets.direct import ALIGNMENT, open_direct, read_into
 from lifeboat_cache.targets.files import GONE, close_file, open_file
 
 __all__ = ["Payload", "Progress", "Verdict", "Verifier", "runs"]
@@ -257,7 +257,7 @@ def _open(path: Path, direct: bool) -> int:
     # keep in memory must not make room for it.
     if direct:
         try:
-            return open_file(path, os.O_RDONLY | O_DIRECT)
+            return open_direct(path, os.O_RDONLY)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

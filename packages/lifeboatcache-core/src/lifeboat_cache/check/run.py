@@ -26,6 +26,7 @@ from lifeboat_cache.errors import ForeignDataError, LifeboatError, NewerFormatEr
 from lifeboat_cache.format.header import FORMAT_VERSION
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
 from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.system import usable_cpus
 from lifeboat_cache.targets.layout import ROOT_MARKER, USAGE_FILE, check_root, write_atomically
 
 __all__ = ["CheckedTarget", "check_targets", "namespace_directories"]
@@ -103,7 +104,7 @@ def check_targets(
     report = CheckReport(repair)
     run = _Run(targets, only, repair, stop, progress, key, known)
     run.verifier = Verifier(
-        threads or min(_MOST_THREADS, 2 * len(os.sched_getaffinity(0))),
+        threads or min(_MOST_THREADS, 2 * usable_cpus()),
         stop,
         progress,
         key.secret if key is not None else None,

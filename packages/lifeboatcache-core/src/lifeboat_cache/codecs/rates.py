@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lifeboat_cache.codecs.names import RAW
+from lifeboat_cache.system import usable_cpus
 
 __all__ = ["DEFAULT_READ", "CodecRate", "Rates", "decoding_cores"]
 
@@ -33,11 +33,7 @@ class CodecRate:
 
 def decoding_cores(workers: int) -> int:
     """How many cores decode at the same time: all but one, which stays the engine's."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        cores = os.cpu_count() or 1
-    return max(1, min(workers, cores - 1))
+    return max(1, min(workers, usable_cpus() - 1))
 
 
 @dataclass(frozen=True)

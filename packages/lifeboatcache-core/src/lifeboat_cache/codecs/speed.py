@@ -39,7 +39,8 @@ from lifeboat_cache.kernels import cache
 from lifeboat_cache.mover.hanging import resolved
 from lifeboat_cache.registry.files import read_json, replace_json
 from lifeboat_cache.registry.host import boot_id
-from lifeboat_cache.targets.direct import O_DIRECT
+from lifeboat_cache.system import advise
+from lifeboat_cache.targets.direct import open_direct
 from lifeboat_cache.targets.files import close_file, open_file
 from lifeboat_cache.targets.layout import parse_name
 
@@ -356,7 +357,7 @@ class Probe:
 
     def _places(self, path: Path) -> list[tuple[int, int]]:
         try:
-            fd = open_file(path, os.O_RDONLY | (O_DIRECT if self._direct else 0))
+            fd = open_direct(path, os.O_RDONLY) if self._direct else open_file(path)
         except OSError:
             return []  # removed by the janitor, or O_DIRECT is refused
         self._fds.append(fd)
@@ -368,7 +369,7 @@ class Probe:
             return None
         if not self._direct:
             for fd, place in self._pieces:
-                os.posix_fadvise(fd, place, _PIECE, os.POSIX_FADV_DONTNEED)
+                advise(fd, "dontneed", place, _PIECE)
         began = time.perf_counter()
         readers = [
             threading.Thread(target=self._work, args=(began + _PROBE_S,), name="probe", daemon=True)

@@ -403,8 +403,9 @@ class Tier(Section):
     ] = Field(
         default="auto",
         description="Whether the page cache is bypassed (O_DIRECT). `auto`: where the file "
-        "system takes it and is not itself memory. `on`: a file system that does not take it makes "
-        "the tier unusable.",
+        "system takes it and is not itself memory; mlx-lm, which keeps nothing in memory itself, "
+        "leaves what it stores in the page cache all the same. `on`: a file system that does not "
+        "take it makes the tier unusable.",
     )
 
     timeout_s: Annotated[

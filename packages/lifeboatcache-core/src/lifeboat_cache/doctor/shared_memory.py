@@ -12,6 +12,7 @@ import fcntl
 import os
 import signal
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -120,6 +121,8 @@ def _take_lease(fd: int) -> Literal["used", "unused", "unknown"]:
     The kernel grants it only if nobody else has the file open or mapped. Unlike
     ``/proc`` that covers the processes of other users and of other containers.
     """
+    if sys.platform != "linux":
+        return "unknown"
     try:
         # Whoever opens the file meanwhile makes the kernel send a signal; the
         # default one would end this process, this one is ignored by default.

@@ -16,6 +16,7 @@ from lifeboat_cache.doctor.buckets import check_bucket
 from lifeboat_cache.doctor.check import Check, DoctorContext
 from lifeboat_cache.errors import LifeboatError, TargetError
 from lifeboat_cache.mover.apart import Apart, Say
+from lifeboat_cache.system import DARWIN
 from lifeboat_cache.targets.direct import supports_direct
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import check_root
@@ -227,6 +228,8 @@ def _direct(name: str, tier: Tier, place: _Place) -> Check:
     name = f"{name}: direct I/O"
     if tier.direct_io == "off":
         return Check(name, "skip", "direct_io is off")
+    if DARWIN and tier.direct_io == "auto":
+        return Check(name, "skip", "macOS: the page cache is used, see docs/mlx.md")
     mount = mount_of(place.directory)
     if tier.direct_io == "auto" and mount is not None and kind_of(mount.type) == "memory":
         return Check(name, "skip", f"{mount.type} is memory: there is no page cache to bypass")

@@ -32,6 +32,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from lifeboat_cache.errors import IdentityError
+from lifeboat_cache.system import advise
 
 __all__ = [
     "WHOLE_BYTES",
@@ -217,7 +218,4 @@ def _runs(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int, i
 
 def _advise(fd: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
     for start, end, _, _ in runs:
-        try:
-            os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            return  # advice only
+        advise(fd, "willneed", start, end - start)

@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lifeboat_cache import darwin
 from lifeboat_cache.errors import IdentityError
+from lifeboat_cache.system import DARWIN
 
 __all__ = ["FileStamp", "process_start_time", "stamp", "stamps_of"]
 
@@ -83,8 +85,11 @@ def process_start_time(pid: int | None = None) -> float | None:
     Returns
     -------
     float or None
-        ``None`` where ``/proc`` does not say.
+        ``None`` where the system does not say.
     """
+    if DARWIN:
+        start = darwin.process_start(pid or os.getpid())
+        return None if start is None or start < 0 else start / 1e6
     try:
         text = Path(f"/proc/{pid or 'self'}/stat").read_text("ascii", "replace")
         ticks = int(text.rpartition(")")[2].split()[19])

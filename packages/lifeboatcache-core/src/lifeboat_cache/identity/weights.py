@@ -18,6 +18,7 @@ from lifeboat_cache.identity.opaque_files import archive_regions, stride_regions
 from lifeboat_cache.identity.safetensors_header import TensorEntry, read_header
 from lifeboat_cache.identity.sampling import Region, digest_regions, windows_for
 from lifeboat_cache.identity.stamps import FileStamp, stamp, stamps_of
+from lifeboat_cache.system import advise
 
 __all__ = ["WeightsIdentity", "files_identity", "weights_identity"]
 
@@ -98,11 +99,8 @@ def _opened(path: Path) -> Iterator[int]:
             f"{path}: cannot be opened ({exc.strerror}): make it readable for the engine's user"
         ) from exc
     try:
-        try:
-            # Windows are far apart: read-ahead would fetch 32 times as much.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        except OSError:
-            pass  # advice only
+        # Windows are far apart: read-ahead would fetch 32 times as much.
+        advise(fd, "random")
         yield fd
     finally:
         os.close(fd)

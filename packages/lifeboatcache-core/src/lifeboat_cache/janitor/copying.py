@@ -23,7 +23,8 @@ from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.janitor.rows import padded
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.targets.direct import O_DIRECT, read_into
+from lifeboat_cache.system import advise
+from lifeboat_cache.targets.direct import open_direct, read_into
 from lifeboat_cache.targets.files import close_file, close_files, open_file
 from lifeboat_cache.targets.layout import segment_name
 from lifeboat_cache.targets.segment_writer import SegmentWriter
@@ -70,7 +71,7 @@ class _Source:
         self._fd = open_file(segment.path)
         if direct:
             with contextlib.suppress(OSError):
-                self._direct_fd = open_file(segment.path, os.O_RDONLY | O_DIRECT)
+                self._direct_fd = open_direct(segment.path, os.O_RDONLY)
 
     def read(self, entry: Any, into: memoryview) -> bool:
         """Whether a record's bytes are now at the start of ``into`` and match.
@@ -353,7 +354,7 @@ class _Copier:
             fd = open_file(directory / name)
             try:
                 os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                advise(fd, "dontneed")
             finally:
                 close_file(fd)
         fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

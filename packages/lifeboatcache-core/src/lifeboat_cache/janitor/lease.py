@@ -13,8 +13,9 @@ import os
 import secrets
 from pathlib import Path
 
+from lifeboat_cache.system import boot_seconds
 from lifeboat_cache.targets.files import close_file, open_file
-from lifeboat_cache.targets.hosts import Process, boot_seconds, this_process
+from lifeboat_cache.targets.hosts import Process, this_process
 from lifeboat_cache.targets.layout import JANITOR_LEASE, write_atomically
 from lifeboat_cache.targets.writer_lock import lease_expired, read_owner
 

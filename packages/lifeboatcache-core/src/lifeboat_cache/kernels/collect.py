@@ -6,6 +6,8 @@ threads each time. So it is told when a job has been done as a whole, or after a
 
 from __future__ import annotations
 
+import errno as errors
+import time
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,10 @@ _PROGRESS_AT = np.int64(-8)
 # The words of a job's progress (`lifeboat_cache.store.io_task`).
 _HANDED_OVER, _FINISHED, _PLANNED = 0, 1, 2
 
-_EINTR = 4
+_EINTR = errors.EINTR
+_EPIPE = np.int64(errors.EPIPE)
 _POLLIN = 1
-_CLOCK_MONOTONIC = np.int32(1)
+_CLOCK_MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
 #: A job may have been planned to its end since its last task was finished.
 _LOOK_AGAIN_MS = np.int64(2)
 
@@ -85,7 +88,7 @@ def collect(pipe: Any, room: Any, most: Any, patience_ms: Any) -> Any:
                 continue
             return count if count > 0 else -error
         if got == 0:
-            return count if count > 0 else np.int64(-32)
+            return count if count > 0 else -_EPIPE
         first, count = count, count + got // 8
         for number in range(first, count):
             if tasks[number] != 0:

@@ -7,6 +7,7 @@ want the interpreter lock, however busy the engine keeps it.
 
 from __future__ import annotations
 
+import errno as errors
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from lifeboat_cache.kernels.libc import (
     poll,
     pread,
     preadv,
+    preadv_cached,
     pwrite,
     pwritev,
     read,
@@ -47,15 +49,13 @@ _CHECKSUM = np.int64(16)
 #: Zeros between the binding and the payload: XXH3 treats short inputs differently.
 _PADDING = 160
 
-# Numbers of Linux, the same on every architecture that numba compiles for.
-_ENOENT = 2
-_EINTR = 4
-_EIO = 5
-_EAGAIN = 11
-_EINVAL = 22
-_ENOSPC = 28
-_ESTALE = 116
-_EDQUOT = 122
+_ENOENT = errors.ENOENT
+_EINTR = errors.EINTR
+_EIO = errors.EIO
+_EINVAL = errors.EINVAL
+_ENOSPC = errors.ENOSPC
+_ESTALE = errors.ESTALE
+_EDQUOT = errors.EDQUOT
 _POLLIN = 1
 
 
@@ -109,12 +109,16 @@ def _verify(task: Any, block: Any, scratch: Any) -> Any:
 
 
 @helper
-def _scatter_read(task: Any, fd: Any, first: Any, last: Any, sums: Any) -> Any:
+def _scatter_read(task: Any, fd: Any, first: Any, last: Any, cached: Any, sums: Any) -> Any:
     """Read blocks ``first:last``, which lie one after the other, into their pieces.
 
-    What one call has brought is hashed at once, while it is in the cache. Returns the
-    first block that is not wholly read, and the error number.
+    What one call has brought is hashed at once, while it is in the cache. With ``cached``
+    only what the page cache holds is read. Returns the first block that is not wholly
+    read, and the error number.
     """
+    chunk = task[L.TASK_CHUNK]
+    if cached:
+        chunk = min(chunk, np.int64(L.CACHED_CHUNK_BYTES))
     starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
     offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
     state = raw.stack(STATE_BYTES)
@@ -132,15 +136,18 @@ def _scatter_read(task: Any, fd: Any, first: Any, last: Any, sums: Any) -> Any:
             wanted = lengths[block]
             _begin(task, block, state)
         count, size = np.int64(0), -skip
-        while piece + count < end and count < _IOV_MAX and size < task[L.TASK_CHUNK]:
+        while piece + count < end and count < _IOV_MAX and size < chunk:
             size += iov[2 * (piece + count) + 1]
             count += 1
-        beyond = max(size - task[L.TASK_CHUNK], np.int64(0))
+        beyond = max(size - chunk, np.int64(0))
         tail = 2 * (piece + count - 1) + 1
         iov[tail] -= beyond
         iov[2 * piece] += skip
         iov[2 * piece + 1] -= skip
-        moved = preadv(fd, task[L.TASK_IOV] + piece * 16, count, position)
+        if cached:
+            moved = preadv_cached(fd, task[L.TASK_IOV] + piece * 16, count, position)
+        else:
+            moved = preadv(fd, task[L.TASK_IOV] + piece * 16, count, position)
         error = np.int64(0)
         if moved < 0:
             error = np.int64(errno())
@@ -263,9 +270,25 @@ def _restore(task: Any, block: Any, stored: Any, work: Any, sums: Any) -> Any:
         outcomes[block] = _CORRUPT
 
 
+@inline
+def _pread_cached(fd: Any, address: Any, size: Any, position: Any) -> Any:
+    iov = raw.stack(16)
+    words = words_at(np.int64(iov))
+    words[0], words[1] = address, size
+    return preadv_cached(fd, np.int64(iov), np.int64(1), position)
+
+
 @helper
 def _coded_read(
-    task: Any, fd: Any, first: Any, last: Any, scratch: Any, room: Any, work: Any, sums: Any
+    task: Any,
+    fd: Any,
+    first: Any,
+    last: Any,
+    cached: Any,
+    scratch: Any,
+    room: Any,
+    work: Any,
+    sums: Any,
 ) -> Any:
     """Read stored blocks whole, verify them and restore them; see :func:`_scatter_read`."""
     offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
@@ -283,7 +306,10 @@ def _coded_read(
             return block, np.int64(_EIO)  # the planner knows the room there is
         got, error = np.int64(0), np.int64(0)
         while got < size:
-            moved = pread(fd, scratch + got, np.uint64(size - got), begin + got)
+            if cached:
+                moved = _pread_cached(fd, scratch + got, size - got, begin + got)
+            else:
+                moved = pread(fd, scratch + got, np.uint64(size - got), begin + got)
             if moved < 0:
                 error = np.int64(errno())
                 if error == _EINTR:
@@ -317,10 +343,33 @@ def _read_blocks(
     sums: Any,
 ) -> Any:
     if task[L.TASK_ROWS] != 0:
-        return _coded_read(task, fd, first, last, scratch, room, work, sums)
+        return _coded_read(task, fd, first, last, False, scratch, room, work, sums)
     if mode == L.BOUNCE:
         return _bounce_read(task, fd, first, last, scratch, room, sums)
-    return _scatter_read(task, fd, first, last, sums)
+    return _scatter_read(task, fd, first, last, False, sums)
+
+
+@helper
+def _read_cached(
+    task: Any, fd: Any, first: Any, last: Any, scratch: Any, room: Any, work: Any, sums: Any
+) -> Any:
+    """Read the blocks that the page cache holds; returns the first one that it does not."""
+    if fd < 0:
+        return first
+    if task[L.TASK_ROWS] != 0:
+        block, _ = _coded_read(task, fd, first, last, True, scratch, room, work, sums)
+        return block
+    offsets, lengths = words_at(task[L.TASK_OFFSETS]), words_at(task[L.TASK_LENGTHS])
+    while first < last:
+        # In a run that goes through the aligned buffer, there may be gaps between blocks.
+        end = first + 1
+        while end < last and offsets[end] == offsets[end - 1] + lengths[end - 1]:
+            end += 1
+        block, _ = _scatter_read(task, fd, first, end, True, sums)
+        if block < end:
+            return block
+        first = end
+    return last
 
 
 @helper
@@ -332,6 +381,10 @@ def _load(task: Any, scratch: Any, room: Any, work: Any, sums: Any) -> Any:
         mode = runs[L.RUN_COLUMNS * run + 1]
         first = runs[L.RUN_COLUMNS * run + 2]
         last = first + runs[L.RUN_COLUMNS * run + 3]
+        warm = np.int32(runs[L.RUN_COLUMNS * run + 4])
+        first = _read_cached(task, warm, first, last, scratch, room, work, sums)
+        if first == last:
+            continue
         block, error = _read_blocks(task, fd, mode, first, last, scratch, room, work, sums)
         if error != 0 and task[L.TASK_ERRNO] == 0:
             task[L.TASK_ERRNO] = error

@@ -34,8 +34,9 @@ OP_STORE = 2
 #: Store blocks in memory, to learn how long they are.
 OP_ENCODE = 3
 
-#: Columns of a run: descriptor, mode, first block, number of blocks.
-RUN_COLUMNS = 4
+#: Columns of a run: descriptor, mode, first block, number of blocks; and a descriptor to read
+#: first what the page cache holds, or -1.
+RUN_COLUMNS = 5
 
 #: Mode of a run whose pieces go straight between the caller's memory and the file.
 SCATTER = 0

@@ -6,7 +6,7 @@ in Python it takes up to 5 ms to win it back.
 
 from __future__ import annotations
 
-import platform
+import errno as errors
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numba.core.types import ExternalFunction
 from lifeboat_cache.kernels import blake3_short, raw
 from lifeboat_cache.kernels.jit import helper, kernel
 from lifeboat_cache.kernels.libc import errno, pwrite
+from lifeboat_cache.kernels.syscalls import STATX
 
 __all__ = ["DELETED", "DEVICE", "INODE", "JOURNAL_ERRNO", "UNKNOWN", "WORDS", "append"]
 
@@ -29,13 +30,13 @@ JOURNAL_ERRNO = 3
 UNKNOWN = 4
 WORDS = 5
 
-_EINTR = 4
-_EIO = 5
+_EINTR = errors.EINTR
+_EIO = errors.EIO
+_ENOSYS = np.int64(errors.ENOSYS)
 #: The system, or a filter of calls around a container, does not know the call.
-_NO_CALL = (1, 38)
+_NO_CALL = (errors.EPERM, errors.ENOSYS)
 
-# statx(2), whose struct is the same everywhere; by number, for libraries that lack it.
-_STATX = np.int64({"x86_64": 332}.get(platform.machine(), 291))
+# Of statx(2), whose struct is the same everywhere.
 _AT_FDCWD = np.int64(-100)
 _AT_SYMLINK_NOFOLLOW = np.int64(0x100)
 _AT_EMPTY_PATH = np.int64(0x1000)
@@ -44,17 +45,26 @@ _STATX_BYTES = 256
 _AT_NLINK, _AT_INODE, _AT_MAJOR, _AT_MINOR = 16, 32, 136, 140
 
 _i64 = types.int64
-_syscall = ExternalFunction("syscall", _i64(_i64, _i64, _i64, _i64, _i64, _i64))
 
+if STATX:
+    _syscall = ExternalFunction("syscall", _i64(_i64, _i64, _i64, _i64, _i64, _i64))
+    _number = np.int64(STATX)
 
-@helper
-def _look(directory: Any, path: Any, flags: Any, into: Any) -> Any:
-    """Call statx; returns the error number."""
-    while _syscall(_STATX, directory, path, flags, _NLINK_AND_INODE, into) < 0:
-        error = np.int64(errno())
-        if error != _EINTR:
-            return error
-    return np.int64(0)
+    @helper
+    def _look(directory: Any, path: Any, flags: Any, into: Any) -> Any:
+        """Call statx; returns the error number."""
+        while _syscall(_number, directory, path, flags, _NLINK_AND_INODE, into) < 0:
+            error = np.int64(errno())
+            if error != _EINTR:
+                return error
+        return np.int64(0)
+
+else:
+
+    @helper
+    def _look(directory: Any, path: Any, flags: Any, into: Any) -> Any:  # noqa: ARG001
+        """There is no such call: Python looks afterwards."""
+        return _ENOSYS
 
 
 @kernel("int64(int64[::1], int32, int64, int64, int64, int64, int64, int64, int64, int64[::1])")

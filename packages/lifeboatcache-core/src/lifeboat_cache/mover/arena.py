@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import sys
 from bisect import bisect_left, insort
 
 import numpy as np
@@ -25,7 +26,6 @@ __all__ = ["PAGE", "Arena", "Extent", "padded_offsets"]
 PAGE = 4096
 
 _MOST_PIECES = 1024
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _IOV = npt.NDArray[np.uint64]
 
@@ -38,6 +38,22 @@ for _name in ("preadv", "pwritev"):
 # What lies between two blocks whose size is no whole number of pages, in and out.
 _zeros = np.zeros(PAGE, dtype=np.uint8)
 _sink = np.zeros(PAGE, dtype=np.uint8)
+
+
+def _sealed_memory(size: int) -> int:
+    """A file in memory, whose size nobody can change. Raises ``OSError``."""
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, "this system has no sealed memory files")
+    fd = os.memfd_create("lifeboat-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        # Nobody can take memory away from under the other side's feet.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 class Extent:
@@ -73,14 +89,7 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.fd = os.memfd_create("lifeboat-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, size)
-            # Nobody can take memory away from under the other side's feet.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self.fd = _sealed_memory(size)
         self._free: list[tuple[int, int]] = [(0, size)]  # offset, length; in order
         self.used = 0
 

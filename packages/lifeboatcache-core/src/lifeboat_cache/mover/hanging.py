@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 from lifeboat_cache.config.schema import Tier
+from lifeboat_cache.errors import TargetError
 from lifeboat_cache.targets.mounts import Mount, mounts, topmost
 
-__all__ = ["can_hang", "needs_mover", "resolved", "resolved_mount"]
+__all__ = [
+    "can_hang",
+    "hosts_movers",
+    "needs_mover",
+    "require_movers",
+    "resolved",
+    "resolved_mount",
+]
 
 #: File systems of this machine: what is on them answers, or fails.
 _LOCAL = frozenset(
     {
-        "aufs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs",
-        "fuseblk", "iso9660", "jfs", "nilfs2", "ntfs3", "overlay", "ramfs", "reiserfs", "rootfs",
-        "squashfs", "tmpfs", "ubifs", "udf", "vfat", "xfs", "zfs",
+        "apfs", "aufs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4",
+        "f2fs", "fuseblk", "hfs", "iso9660", "jfs", "msdos", "nilfs2", "ntfs3", "overlay", "ramfs",
+        "reiserfs", "rootfs", "squashfs", "tmpfs", "ubifs", "udf", "vfat", "xfs", "zfs",
     }
 )  # fmt: skip
 
@@ -30,6 +39,28 @@ _MOST_LINKS = 40
 def needs_mover(tier: Tier) -> bool:
     """Whether a tier's target lives in a mover: it can hang, or its bandwidth is limited."""
     return getattr(tier, "bandwidth_limit_gbps", None) is not None or can_hang(tier)
+
+
+def hosts_movers() -> bool:
+    """Whether this system offers what a mover is made of."""
+    return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+
+
+def require_movers(tier: Tier) -> None:
+    """Make sure that a tier's target can have a mover.
+
+    Raises
+    ------
+    TargetError
+        If this system has no movers.
+    """
+    if not hosts_movers():
+        raise TargetError(
+            errno.ENOTSUP,
+            f"{tier.name}: targets that can hang (nfs, ontap, s3, and file systems that are not "
+            "known to be local) and bandwidth limits need Linux: use a directory on a disk of "
+            "this machine",
+        )
 
 
 def can_hang(tier: Tier) -> bool:

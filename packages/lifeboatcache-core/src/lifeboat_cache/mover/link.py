@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +30,13 @@ __all__ = ["Link", "reason_of"]
 
 #: A mover answers a greeting within so many seconds: it touches no target for that.
 _GREETING_S = 10.0
+
+
+def _watch(pid: int) -> int:
+    """A descriptor that is readable when a process has ended. Raises ``OSError``."""
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, "this system does not tell when a process ends")
+    return os.pidfd_open(pid)
 
 
 class Link:
@@ -62,7 +71,7 @@ class Link:
         self._closed = False
         self._dead = False
         try:
-            self._pidfd = os.pidfd_open(pid)
+            self._pidfd = _watch(pid)
         except OSError:  # it has ended already
             self._pidfd, self._dead = -1, True
 

@@ -85,7 +85,7 @@ class MoverPlaces:
 
     def at_socket(self, call: Callable[[str], object]) -> None:
         """Call something with the socket's path, however long that is. Raises ``OSError``."""
-        flags = os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY
+        flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY
         directory = os.open(run_directory(self.home), flags)
         try:
             # The path of a Unix socket has at most 107 bytes.

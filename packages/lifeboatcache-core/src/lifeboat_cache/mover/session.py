@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -352,6 +353,8 @@ def _map(fds: Sequence[int], size: int) -> npt.NDArray[np.uint8]:
     """Map an engine's arena. Raises ``OSError`` or ``ValueError``."""
     if len(fds) != 1:
         raise ValueError("the engine has sent no memory")
+    if sys.platform != "linux":
+        raise ValueError("this system has no sealed memory files")
     found = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
     if not found & fcntl.F_SEAL_SHRINK:
         raise ValueError("the engine's memory could be taken away")

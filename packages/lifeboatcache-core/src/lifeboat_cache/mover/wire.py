@@ -8,10 +8,12 @@ part of a job: no number is used twice on a connection.
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -44,6 +46,7 @@ PROTOCOL = 2
 MOST_BODY = 16 << 20
 
 _HEAD = struct.Struct("<IHHQ")
+_CLOSED_IN_CHILDREN: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 #: A block of a job: its key, where it lies in the arena, and what is known of it.
 REQUEST = np.dtype(
@@ -266,7 +269,7 @@ def _fill(connection: socket.socket, into: bytearray, fds: list[int]) -> bool:
     done = 0
     while done < len(into):
         room = socket.CMSG_SPACE(4)
-        got, ancillary, _, _ = connection.recvmsg_into([view[done:]], room, socket.MSG_CMSG_CLOEXEC)
+        got, ancillary, _, _ = connection.recvmsg_into([view[done:]], room, _CLOSED_IN_CHILDREN)
         for level, what, data in ancillary:
             if level == socket.SOL_SOCKET and what == socket.SCM_RIGHTS:
                 numbers = array.array("i")
@@ -285,6 +288,8 @@ def _close(fds: list[int]) -> None:
 
 def peer_uid(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end of a Unix socket."""
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, "this system does not tell who is at the other end")
     pid, uid, _ = struct.unpack(
         "iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     )

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from lifeboat_cache import darwin
+from lifeboat_cache.system import DARWIN
+
 __all__ = ["ProcessIdentity", "boot_id", "pid_namespace", "process_start", "this_process"]
 
 
 @cache
 def boot_id() -> str:
     """A random name of this boot of this kernel; empty if it cannot be known."""
+    if DARWIN:
+        return darwin.boot_session()
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -23,6 +28,8 @@ def boot_id() -> str:
 
 def pid_namespace() -> str:
     """Which processes a pid of ours is counted among; empty if it cannot be known."""
+    if DARWIN:  # there is one space of them
+        return "darwin"
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -30,10 +37,12 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if it is not there.
+    """When a process started, in units of this system; 0 if it is not there.
 
     Tells a process from a later one with the same pid.
     """
+    if DARWIN:
+        return max(0, darwin.process_start(pid) or 0)
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -52,7 +61,7 @@ class ProcessIdentity:
     host, boot, namespace
         Host name, boot id and pid namespace; the last two may be empty.
     pid, born
-        The pid there, and its start in clock ticks since boot (0 = unknown).
+        The pid there, and its start, see :func:`process_start` (0 = unknown).
     """
 
     host: str

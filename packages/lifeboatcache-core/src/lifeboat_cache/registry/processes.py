@@ -14,6 +14,7 @@ from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.files import entry_ids, read_json, run_directory
 from lifeboat_cache.registry.host import ProcessIdentity, boot_id
 from lifeboat_cache.registry.own import is_own
+from lifeboat_cache.system import boot_seconds
 from lifeboat_cache.targets.files import close_file, open_file
 
 __all__ = ["ProcessEntry", "processes", "read_entries"]
@@ -165,7 +166,7 @@ def _age(identity: ProcessIdentity, document: Mapping[str, Any], modified: float
     clock = _number(document.get("clock"))
     if clock and identity.boot and identity.boot == boot_id():
         # A clock that nobody can set; containers may have moved it ahead of ours.
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - clock
+        age = boot_seconds() - clock
         if age >= 0:
             return age
     return max(0.0, time.time() - modified)

@@ -17,6 +17,7 @@ from lifeboat_cache.registry.counts import Counts
 from lifeboat_cache.registry.files import read_json, replace_json, run_directory
 from lifeboat_cache.registry.host import ProcessIdentity, this_process
 from lifeboat_cache.registry.own import forget, remember
+from lifeboat_cache.system import boot_seconds
 from lifeboat_cache.targets.files import close_file
 from lifeboat_cache.version import __version__
 
@@ -130,7 +131,7 @@ class Registration:
                 "format": _FORMAT,
                 "process": self._facts(),
                 "published": time.time(),
-                "clock": time.clock_gettime(time.CLOCK_BOOTTIME),
+                "clock": boot_seconds(),
                 "document": document,
             },
         )

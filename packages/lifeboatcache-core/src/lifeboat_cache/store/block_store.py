@@ -125,6 +125,9 @@ class BlockStore:
         An empty index to use, of which others want to know too.
     quiet
         Whether somebody else says it if no target is usable.
+    page_cache
+        Whether what is stored stays in the page cache, and is read from there as long as it
+        is there, also where the target bypasses it.
     """
 
     def __init__(
@@ -140,8 +143,10 @@ class BlockStore:
         codecs: CodecPolicy | None = None,
         index: Index | None = None,
         quiet: bool = False,
+        page_cache: bool = False,
     ) -> None:
         self._quiet = quiet
+        self._page_cache = page_cache
         self._find_namespace = namespace
         self._shared_lookup = shared_lookup
         self._companion = companion or Alone()
@@ -848,6 +853,7 @@ class BlockStore:
             preferred_algorithm(self._integrity_key),
             self._codings,
             part_bytes,
+            cached=self._page_cache,
         )
         for blocks, answers, tasks in plan.tasks(wanted, self._choose(batch, wanted)):
             outcomes[blocks] = answers
@@ -930,7 +936,16 @@ class BlockStore:
         if reader is None or binding is None:
             raise RuntimeError("a load was planned before the namespace was known")
         keys = self._index.as_keys(batch.keys)
-        plan = LoadPlan(batch, keys, self._index, reader, binding, opened, self._codings)
+        plan = LoadPlan(
+            batch,
+            keys,
+            self._index,
+            reader,
+            binding,
+            opened,
+            self._codings,
+            cached=self._page_cache,
+        )
         outcomes[:] = plan.outcomes
         if plan.lost.shape[0]:
             self._forget(plan.lost_places, plan.outcomes[plan.lost])

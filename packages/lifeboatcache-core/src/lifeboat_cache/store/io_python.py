@@ -36,7 +36,7 @@ def execute(task: IoTask, key: bytes | None = None) -> None:
     key
         The integrity key, for keyed checksums.
     """
-    for fd, mode, first, count in task.runs.tolist():
+    for fd, mode, first, count, _ in task.runs.tolist():
         if task.kind == "encode":
             _encode(task, first, first + count)
         elif task.kind == "load":

@@ -92,8 +92,9 @@ class IoTask:
         int64 ``(n,)``: which blocks of the job's batch these are, in the order of their
         places.
     runs
-        int64 ``(n_runs, 4)``: descriptor, ``SCATTER`` or ``BOUNCE``, first block (of this
-        task), number of blocks. The blocks of a run lie one after the other in one file.
+        int64 ``(n_runs, 5)``: descriptor, ``SCATTER`` or ``BOUNCE``, first block (of this
+        task), number of blocks, and a descriptor from which native threads read first what
+        the page cache holds, or -1. The blocks of a run lie one after the other in one file.
     offsets, lengths
         int64 ``(n,)``: where each block's bytes begin in its file and how many they are. Of an
         ``"encode"`` task the lengths are filled in.

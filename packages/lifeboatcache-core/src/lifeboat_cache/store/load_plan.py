@@ -17,6 +17,7 @@ from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.index import Index
 from lifeboat_cache.index_answers import Gathered
 from lifeboat_cache.kernels import io_layout as layout
+from lifeboat_cache.kernels.syscalls import PREADV2
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.coding import Codings
 from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces, slices
@@ -65,6 +66,8 @@ class LoadPlan:
         Files that the job has opened before, by writer and segment; more are added.
     codings
         The layouts that are known.
+    cached
+        Whether what is read may be in the page cache: then it is taken from there.
 
     Attributes
     ----------
@@ -83,8 +86,11 @@ class LoadPlan:
         binding: Binding,
         opened: dict[tuple[bytes, int], OpenFile],
         codings: Codings,
+        *,
+        cached: bool = False,
     ) -> None:
         self._batch, self._keys, self._binding = batch, keys, binding
+        self._cached = cached
         self._codings = codings
         self._found = found = index.gather(keys)
         sizes = batch.buffers.sizes()
@@ -126,6 +132,7 @@ class LoadPlan:
                     tag,
                     self._codings,
                     part_bytes,
+                    cached=self._cached,
                 )
             yield tasks
 
@@ -200,13 +207,18 @@ def _reads(
     tag: int,
     codings: Codings,
     part_bytes: int,
+    *,
+    cached: bool,
 ) -> list[IoTask]:
     """Tasks that read blocks in the order of their places."""
     iov, starts = gather_pieces(batch.buffers, blocks)
     coding = codings.coding(tag, codec, iov, starts)
     aligned = coding is None and batch.buffers.aligned(ALIGNMENT)
     descriptors, mode = ways(files, aligned)
-    descriptors, mode = descriptors[which], mode[which]
+    warm = np.full(len(files), -1, dtype=np.int64)
+    if cached and PREADV2:
+        warm[:] = [file.fd if file.direct_fd >= 0 else -1 for file in files]
+    descriptors, mode, warm = descriptors[which], mode[which], warm[which]
     if coding is not None:  # as they are stored, blocks never go straight to the caller
         mode = np.full_like(mode, layout.BOUNCE)
     offsets = found.offset[blocks].astype(np.int64)
@@ -236,7 +248,7 @@ def _reads(
             IoTask(
                 kind="load",
                 blocks=blocks[part],
-                runs=runs_of(descriptors[part], mode[part], breaks[part]),
+                runs=runs_of(descriptors[part], mode[part], breaks[part], warm[part]),
                 offsets=offsets[part],
                 lengths=lengths[part],
                 iov=iov[pieces],
@@ -256,20 +268,27 @@ def _reads(
 
 
 def ways(
-    files: Sequence[OpenFile], aligned: bool
+    files: Sequence[OpenFile], aligned: bool, *, cached: bool = False
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Descriptor and mode to use for each file, given how the caller's memory lies."""
-    direct = np.array([file.direct_fd >= 0 for file in files], dtype=bool)
+    """Descriptor and mode to use for each file, given how the caller's memory lies.
+
+    With ``cached`` everything goes through the page cache.
+    """
+    direct = np.array([file.direct_fd >= 0 and not cached for file in files], dtype=bool)
     descriptors = np.array(
-        [file.direct_fd if file.direct_fd >= 0 else file.fd for file in files], dtype=np.int64
+        [
+            file.direct_fd if straight else file.fd
+            for file, straight in zip(files, direct.tolist(), strict=True)
+        ],
+        dtype=np.int64,
     )
     modes = np.where(direct & (not aligned), layout.BOUNCE, layout.SCATTER)
     return descriptors, modes
 
 
-def chunk_bytes(file: OpenFile) -> int:
+def chunk_bytes(file: OpenFile, *, cached: bool = False) -> int:
     """How much one system call on a file moves, about."""
-    direct = file.direct_fd >= 0
+    direct = file.direct_fd >= 0 and not cached
     return layout.DIRECT_CHUNK_BYTES if direct else layout.CACHED_CHUNK_BYTES
 
 
@@ -277,8 +296,12 @@ def runs_of(
     descriptors: npt.NDArray[np.int64],
     modes: npt.NDArray[np.int64],
     breaks: npt.NDArray[np.bool_],
+    warm: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Table of runs of a task; a run starts at each break and at the first block."""
+    """Table of runs of a task; a run starts at each break and at the first block.
+
+    ``warm`` are descriptors to read first what the page cache holds; -1 stands for none.
+    """
     starts = np.flatnonzero(breaks)
     if not starts.shape[0] or starts[0]:
         starts = np.concatenate(([0], starts))
@@ -289,4 +312,5 @@ def runs_of(
     runs[:-1, 3] = starts[1:]
     runs[-1, 3] = descriptors.shape[0]
     runs[:, 3] -= starts
+    runs[:, 4] = -1 if warm is None else warm[starts]
     return runs

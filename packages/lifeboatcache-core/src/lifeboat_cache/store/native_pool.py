@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.kernels.codec_layout import SCRATCH_BYTES as CODER_BYTES
 from lifeboat_cache.store.io_task import IoTask
+from lifeboat_cache.system import DARWIN
 
 __all__ = ["NativePool"]
 
@@ -47,6 +48,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _write = ctypes.PyDLL(None, use_errno=True).write
 _write.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
 _write.restype = ctypes.c_ssize_t
+
+
+#: Bytes of a thread's stack, as on Linux; on macOS it would be 512 KiB.
+_STACK_BYTES = 8 << 20
+
+
+def _thread_attributes() -> ctypes.Array[ctypes.c_char]:
+    """A ``pthread_attr_t``, which no system makes larger than 64 bytes."""
+    attributes = ctypes.create_string_buffer(128)
+    _libc.pthread_attr_init(attributes)
+    _libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_BYTES))
+    return attributes
 
 
 def _give(pipe: int, data: bytes) -> None:
@@ -111,7 +124,7 @@ class NativePool:
     def _open_pipes(self) -> None:
         for _ in (_LOAD, _STORE):
             for outs, ins in ((self._from, self._into), (self._out, self._done)):
-                taking, giving = os.pipe2(os.O_CLOEXEC)
+                taking, giving = os.pipe()  # not inherited
                 outs.append(taking)
                 ins.append(giving)
             # All threads look when a task comes, and one of them gets it.
@@ -145,13 +158,14 @@ class NativePool:
 
     def _start(self, address: int) -> None:
         # Signals are the business of the engine's own threads.
+        attributes = _thread_attributes()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             for context in self._contexts:
                 thread = ctypes.c_ulong()
                 error = _libc.pthread_create(
                     ctypes.byref(thread),
-                    None,
+                    attributes,
                     ctypes.c_void_p(address),
                     ctypes.c_void_p(context.ctypes.data),
                 )
@@ -160,7 +174,8 @@ class NativePool:
                         raise OSError(error, os.strerror(error))
                     break  # fewer do as well
                 self._running += 1
-                _libc.pthread_setname_np(thread, b"lifeboat-io")
+                if not DARWIN:  # there a thread can only name itself
+                    _libc.pthread_setname_np(thread, b"lifeboat-io")
                 _libc.pthread_detach(thread)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -19,7 +19,7 @@ from lifeboat_cache.integrity import (
     configured_integrity_key,
     namespace_with_integrity,
 )
-from lifeboat_cache.mover.hanging import needs_mover
+from lifeboat_cache.mover.hanging import hosts_movers, needs_mover, require_movers
 from lifeboat_cache.mover.remote_store import RemoteStore
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.store.block_store import DEFAULT_PENDING_BYTES, BlockStore
@@ -38,6 +38,7 @@ def open_block_store(
     *,
     pending_bytes: int = DEFAULT_PENDING_BYTES,
     native: bool = False,
+    page_cache: bool = False,
 ) -> Store:
     """Open the store of one namespace.
 
@@ -53,6 +54,10 @@ def open_block_store(
     native
         Whether it is that of an engine's native mode: then ``engine.native_codec`` says whether
         blocks are kept exactly.
+    page_cache
+        For engines that keep no copy of their own in memory: where a tier's ``direct_io`` is
+        ``auto``, what is stored stays in the page cache, and is read from there as long as it is
+        there.
     """
     home = home_directory(os.environ)
     started = config.config if isinstance(config, LiveConfig) else config
@@ -66,7 +71,13 @@ def open_block_store(
         config if isinstance(config, LiveConfig) else None,
     )
     members = _Members(
-        config, home, codecs, None if key is None else key.secret, native, pending_bytes
+        config,
+        home,
+        codecs,
+        None if key is None else key.secret,
+        native,
+        pending_bytes,
+        page_cache,
     )
     store = TieredStore(
         namespace if key is None else partial(_keyed, namespace, key),
@@ -89,8 +100,10 @@ class _Members:
         secret: bytes | None,
         native: bool,
         pending_bytes: int,
+        page_cache: bool,
     ) -> None:
         self._given = given
+        self._page_cache = page_cache
         self._home = home
         self._codecs = codecs
         self._secret = secret
@@ -122,7 +135,7 @@ class _Members:
             rung=tier.rung or rung_of(tier.type),
             location=tier.location,
             open=partial(self._open, tier),
-            probe=None if remote else partial(_probe, tier),
+            probe=None if remote and hosts_movers() else partial(_probe, tier),
             look=None if remote else partial(_identity, tier),
             identity=repr(tier),
             fallback=tier.name == FALLBACK_NAME,
@@ -132,6 +145,7 @@ class _Members:
     def _open(self, tier: Tier, namespace: Namespace) -> Store:
         policy = self._codecs.of(tier.name)
         if needs_mover(tier):  # what can hang is never touched by this process
+            require_movers(tier)
             policy.opened(target_of(tier))
             return RemoteStore(
                 namespace,
@@ -152,12 +166,15 @@ class _Members:
             integrity_key=self._secret,
             codecs=policy,
             quiet=True,
+            page_cache=self._page_cache and tier.direct_io == "auto",
         )
 
 
 def _probe(tier: Tier) -> Hashable:
     """Whether a target can be used, and which directory it is."""
-    if not needs_mover(tier):
+    if needs_mover(tier):
+        require_movers(tier)
+    else:
         target_of(tier).probe()
     return _identity(tier)
 

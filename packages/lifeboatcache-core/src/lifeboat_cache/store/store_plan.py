@@ -60,6 +60,8 @@ class StorePlan:
         The layouts that are known.
     part_bytes
         Bytes of a task, about.
+    cached
+        Whether what is written stays in the page cache.
     """
 
     batch: BlockBatch
@@ -69,6 +71,7 @@ class StorePlan:
     algorithm: int
     codings: Codings
     part_bytes: int
+    cached: bool = False
 
     def tasks(
         self, blocks: npt.NDArray[np.int64], codecs: npt.NDArray[np.uint16]
@@ -129,7 +132,7 @@ class StorePlan:
                 IoTask(
                     kind="encode",
                     blocks=blocks[first:last],
-                    runs=np.array([[-1, layout.BOUNCE, 0, count]], dtype=np.int64),
+                    runs=np.array([[-1, layout.BOUNCE, 0, count, -1]], dtype=np.int64),
                     offsets=np.zeros(count, dtype=np.int64),
                     lengths=np.zeros(count, dtype=np.int64),
                     iov=iov[int(starts[first]) : int(starts[last])],
@@ -194,7 +197,7 @@ class StorePlan:
             if room.file is None:
                 outcomes[part] = room.refusal
                 continue
-            (descriptor,), (mode,) = ways([room.file], aligned)
+            (descriptor,), (mode,) = ways([room.file], aligned, cached=self.cached)
             if coding is not None:
                 mode = np.int64(layout.BOUNCE)
             offsets = entries["offset"][part].astype(np.int64)
@@ -214,7 +217,7 @@ class StorePlan:
                     bindings=bindings[part],
                     checksums=np.zeros((count, 16), dtype=np.uint8),
                     algorithms=np.full(count, algorithm, dtype=np.uint8),
-                    chunk_bytes=chunk_bytes(room.file),
+                    chunk_bytes=chunk_bytes(room.file, cached=self.cached),
                     outcomes=np.full(count, Outcome.PENDING, dtype=np.uint8),
                     holds=(self.batch.buffers.owner,),
                     codec=codec,

@@ -9,12 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from lifeboat_cache import darwin
 from lifeboat_cache.errors import TargetError
 from lifeboat_cache.format.header import HEADER_BYTES
-from lifeboat_cache.targets.files import close_file
+from lifeboat_cache.system import DARWIN
+from lifeboat_cache.targets.files import close_file, open_file
 from lifeboat_cache.targets.mounts import kind_of, mount_of
 
-__all__ = ["ALIGNMENT", "MAX_PIECES", "read_into", "supports_direct", "write_from"]
+__all__ = [
+    "ALIGNMENT",
+    "MAX_PIECES",
+    "open_direct",
+    "read_into",
+    "supports_direct",
+    "write_from",
+]
 
 #: O_DIRECT wants addresses, lengths and offsets aligned; a page suits every device.
 ALIGNMENT = HEADER_BYTES
@@ -22,28 +31,47 @@ ALIGNMENT = HEADER_BYTES
 #: Linux's UIO_MAXIOV: ``preadv`` and ``pwritev`` take no more pieces.
 MAX_PIECES = 1024
 
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+def open_direct(path: str | Path, flags: int) -> int:
+    """Open a file past the page cache; see :func:`lifeboat_cache.targets.files.open_file`.
+
+    Raises
+    ------
+    OSError
+        ``EINVAL`` if the filesystem does not take it.
+    """
+    if not DARWIN:
+        return open_file(path, flags | _O_DIRECT)
+    fd = open_file(path, flags)
+    try:
+        darwin.skip_page_cache(fd)
+    except BaseException:
+        close_file(fd)
+        raise
+    return fd
 
 
 def supports_direct(directory: Path, wanted: Literal["auto", "on", "off"]) -> bool:
-    """Whether to open files in ``directory`` with O_DIRECT; found out by writing one.
+    """Whether files in ``directory`` bypass the page cache; found out by writing one.
 
     Raises
     ------
     TargetError
         If ``wanted`` is ``"on"`` and the filesystem refuses.
     """
-    if wanted == "off":
-        return False
+    if wanted == "off" or (DARWIN and wanted == "auto"):
+        return False  # on macOS the page cache is the only memory that an engine's KV is in
     mount = mount_of(directory) if wanted == "auto" else None
     if mount is not None and kind_of(mount.type) == "memory":
         return False  # tmpfs takes it, and copies all the same
     path = directory / f".direct.{os.getpid()}.{os.urandom(4).hex()}.tmp"
-    reason = "this platform has no O_DIRECT"
-    if O_DIRECT:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    reason = "this platform has none"
+    if _O_DIRECT or DARWIN:
         try:
-            fd = os.open(path, flags | O_DIRECT, 0o600)
+            close_file(open_file(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            fd = open_direct(path, os.O_WRONLY)
             try:
                 with mmap.mmap(-1, ALIGNMENT) as page:
                     os.pwritev(fd, [page], 0)

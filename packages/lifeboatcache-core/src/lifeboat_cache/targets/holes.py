@@ -7,6 +7,9 @@ import errno
 import os
 from typing import Any
 
+from lifeboat_cache import darwin
+from lifeboat_cache.system import DARWIN
+
 __all__ = ["data_start", "punch_hole", "take_space"]
 
 _KEEP_SIZE = 1
@@ -48,6 +51,8 @@ def punch_hole(fd: int, offset: int, length: int) -> bool:
     OSError
         If it has them and the call failed.
     """
+    if DARWIN:
+        return darwin.punch_hole(fd, offset, length)
     return _call(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
 
 
@@ -64,6 +69,8 @@ def take_space(fd: int, offset: int, length: int) -> bool:
     OSError
         If it can and the call failed: ``ENOSPC`` when the disk is full.
     """
+    if DARWIN:  # behind what there is: nobody takes space in another order
+        return darwin.take_space(fd, length)
     return _call(fd, _KEEP_SIZE, offset, length)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Host", "Process", "boot_seconds", "this_host", "this_process"]
+from lifeboat_cache import darwin
+from lifeboat_cache.system import DARWIN
+
+__all__ = ["Host", "Process", "this_host", "this_process"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -40,7 +42,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process's life on a host: its number, and when it started in ticks of that host."""
+    """A process's life on a host: its number, and when it started in units of that host."""
 
     host: Host
     pid: int
@@ -73,6 +75,8 @@ class Process:
 
 def this_host() -> Host:
     """The host that the process which asks runs on. Its name may change while it runs."""
+    if DARWIN:  # all its processes see each other
+        return Host(socket.gethostname(), darwin.boot_session(), "darwin")
     boot = space = ""
     try:
         boot = _BOOT_ID.read_text().strip()
@@ -96,6 +100,8 @@ def _start_of(pid: int) -> int | None:
 
     A process that has ended and was not waited for yet may still have threads.
     """
+    if DARWIN:
+        return darwin.process_start(pid)
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -111,9 +117,3 @@ def _start_of(pid: int) -> int | None:
         return None
     fields = text[text.rindex(b")") + 2 :].split()
     return int(fields[19])
-
-
-def boot_seconds() -> float:
-    """Seconds that never jump and go on while the machine sleeps."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lifeboat_cache import darwin
+from lifeboat_cache.system import DARWIN
+
 __all__ = [
     "FileSystemKind",
     "Mount",
@@ -28,6 +31,7 @@ _CONTAINER = {"overlay", "aufs", "fuse.fuse-overlayfs", "fuse-overlayfs"}
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _NETWORK = {
     "9p",
+    "afpfs",
     "afs",
     "beegfs",
     "ceph",
@@ -44,7 +48,9 @@ _NETWORK = {
     "nfs4",
     "smb3",
     "smbfs",
+    "webdav",
 }
+_FUSE = {"macfuse", "osxfuse"}
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -75,6 +81,8 @@ def mounts(mountinfo: str | None = None) -> list[Mount]:
         The text of ``/proc/self/mountinfo``, by default read from there.
     """
     if mountinfo is None:
+        if DARWIN:
+            return [_of_darwin(mount) for mount in darwin.mounted()]
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         except OSError:
@@ -90,6 +98,13 @@ def mounts(mountinfo: str | None = None) -> list[Mount]:
         options = split_options(",".join((fields[5], *tail[2:3])))
         out.append(Mount(Path(unescape(fields[4])), tail[0], unescape(tail[1]), options))
     return out
+
+
+def _of_darwin(mount: darwin.Mounted) -> Mount:
+    # What is not on this machine can hang, whatever it is called.
+    kind = mount.type if mount.local or kind_of(mount.type) != "local" else "nfs"
+    options = {"rw" if mount.writable else "ro": ""}
+    return Mount(Path(mount.point), kind, mount.source, options)
 
 
 def split_options(text: str) -> dict[str, str]:
@@ -130,6 +145,8 @@ def kind_of(file_system: str) -> FileSystemKind:
         return "memory"
     if file_system in _NETWORK:
         return "network"
+    if file_system in _FUSE:
+        return "fuse"
     return "fuse" if file_system.startswith("fuse") and file_system != "fuseblk" else "local"
 
 

@@ -21,7 +21,7 @@ from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.targets.base import JournalPage, Place, TargetReader
-from lifeboat_cache.targets.direct import ALIGNMENT, MAX_PIECES, O_DIRECT, read_into
+from lifeboat_cache.targets.direct import ALIGNMENT, MAX_PIECES, open_direct, read_into
 from lifeboat_cache.targets.files import GONE, close_files, open_file, read_range
 from lifeboat_cache.targets.journal_reader import JournalReader
 from lifeboat_cache.targets.layout import segment_name
@@ -69,7 +69,7 @@ class _OpenSegment:
             raise FormatError(f"{path.name}: the header names another segment; it is skipped")
         if direct:
             with contextlib.suppress(OSError):
-                self.direct_fd = open_file(path, os.O_RDONLY | O_DIRECT)
+                self.direct_fd = open_direct(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         close_files([self.fd, self.direct_fd])

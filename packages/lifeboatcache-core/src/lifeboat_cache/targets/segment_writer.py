@@ -29,7 +29,7 @@ from lifeboat_cache.format.journal import ENTRY, ENTRY_BYTES, Entries, seal_entr
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.targets.base import OpenFile, Reservation, TargetWriter
-from lifeboat_cache.targets.direct import ALIGNMENT, O_DIRECT, write_from
+from lifeboat_cache.targets.direct import ALIGNMENT, open_direct, write_from
 from lifeboat_cache.targets.files import GONE, close_file, close_files, late_errors, open_file
 from lifeboat_cache.targets.holes import take_space
 from lifeboat_cache.targets.layout import FILE_MODE, new_writer_id, segment_name
@@ -131,7 +131,7 @@ class _Segment:
         self.fd = _create(path, header)
         if direct:
             with contextlib.suppress(OSError):
-                self.direct_fd = open_file(path, os.O_WRONLY | O_DIRECT)
+                self.direct_fd = open_direct(path, os.O_WRONLY)
 
     def __del__(self) -> None:
         close_files([getattr(self, "fd", -1), getattr(self, "direct_fd", -1)])

@@ -13,8 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+from lifeboat_cache.system import boot_seconds
 from lifeboat_cache.targets.files import close_file
-from lifeboat_cache.targets.hosts import boot_seconds
 from lifeboat_cache.targets.traits import traits_of
 
 __all__ = ["file_time"]

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lifeboat_cache.system import boot_seconds
 from lifeboat_cache.targets.files import (
     GONE,
     close_file,
@@ -25,7 +26,7 @@ from lifeboat_cache.targets.files import (
     read_document,
     read_range,
 )
-from lifeboat_cache.targets.hosts import Process, boot_seconds, this_process
+from lifeboat_cache.targets.hosts import Process, this_process
 from lifeboat_cache.targets.layout import FILE_MODE
 from lifeboat_cache.targets.server_clock import file_time
 from lifeboat_cache.targets.traits import owned, traits_of

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DTYPES", "bytes_of", "dtype_name", "from_bytes", "memory_of", "new_array"]
+__all__ = ["DTYPES", "bytes_of", "dtype_name", "from_bytes", "memory_of"]
 
 #: MLX's types by the names they are stored under.
 DTYPES: dict[str, Any] = {
@@ -85,13 +85,6 @@ def bytes_of(array: mx.array) -> tuple[npt.NDArray[np.uint8], mx.array]:
     """An array's bytes in C order, without a copy where they lie so already."""
     memory, owner = memory_of(array, row=max(1, array.ndim))
     return memory.reshape(-1).view(np.uint8), owner
-
-
-def new_array(shape: Sequence[int], dtype: str) -> mx.array:
-    """An array of zeros with memory of its own, to be filled."""
-    array = mx.zeros(tuple(shape), DTYPES[dtype])
-    mx.eval(array)
-    return array
 
 
 def from_bytes(data: npt.NDArray[np.uint8], shape: Sequence[int], dtype: str) -> mx.array:

@@ -155,9 +155,13 @@ def planes_of(number: int, cache: Any) -> Planes | None:
 
 
 def room(layer: Layer, tokens: int) -> int:
-    """Tokens that the arrays of a restored cache have room for."""
+    """Tokens that the arrays of a restored cache have room for.
+
+    One step more than a cache that has grown: the tokens that follow would have it copied as a
+    whole otherwise. Nobody looks at what lies behind the tokens that a cache holds.
+    """
     if layer.name in ("KVCache", "QuantizedKVCache"):
-        return -(-tokens // _STEP) * _STEP
+        return (tokens // _STEP + 2) * _STEP
     return tokens
 
 

@@ -109,7 +109,7 @@ class PersistentPromptCache:
         loaded = load_config(Path(config) if config is not None else None)
         salt = loaded.config.security.namespace_salt.get_secret_value()
         namespace = find_namespace(self._model, self._draft, salt, BLOCK_TOKENS, name)
-        store = open_block_store(LiveConfig(loaded), namespace, native=True)
+        store = open_block_store(LiveConfig(loaded), namespace, native=True, page_cache=True)
         attach(store, self._published.facts)
         self._store = store
         self._restorer = Restorer(store, BLOCK_TOKENS, _LOAD_S)

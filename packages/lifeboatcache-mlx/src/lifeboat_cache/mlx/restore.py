@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lifeboat_cache.interface import BlockBatch, BlockBuffers, Lookup, Outcome, Store
 from lifeboat_cache.mlx import chain, kinds
-from lifeboat_cache.mlx.arrays import new_array
+from lifeboat_cache.mlx.blank import blank_arrays
 from lifeboat_cache.mlx.blocks import block_buffers, block_layout
 from lifeboat_cache.mlx.kinds import Layer
 from lifeboat_cache.mlx.spaces import Space
@@ -156,14 +156,15 @@ class Restorer:
 
     def _load(self, found: _Found, fresh: Sequence[Any]) -> Restored | None:
         tokens, block = found.tokens, self._block
-        planes = [
+        flat = blank_arrays(
             [
-                new_array((1, plane.heads, kinds.room(layer, tokens), plane.dim), plane.dtype)
+                ((1, plane.heads, kinds.room(layer, tokens), plane.dim), plane.dtype)
+                for layer in found.layers
                 for plane in layer.planes
             ]
-            for layer in found.layers
-        ]
-        flat = [array for arrays in planes for array in arrays]
+        )
+        left = iter(flat)
+        planes = [[next(left) for _ in layer.planes] for layer in found.layers]
         if found.blocks:
             good = self._load_blocks(found, flat)
             if good < len(found.blocks):

@@ -1,0 +1,86 @@
+"""A plugin of pytest that takes away what macOS does not have, as far as that can be done.
+
+No O_DIRECT, no advice about files, no holes, no memory files, no ``/proc``, no clock that goes
+on in sleep by Linux's name; processes and mounts are told by what
+``lifeboat_cache.darwin`` answers, for which Linux gives the facts here. What stays Linux's: the
+C library, its error numbers, and the machine code of kernels.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import io
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+_LACKING: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (
+        os,
+        (
+            "O_DIRECT",
+            "O_PATH",
+            "memfd_create",
+            "pidfd_open",
+            "pipe2",
+            "posix_fadvise",
+            "posix_fallocate",
+            "sched_getaffinity",
+            "sched_setaffinity",
+        ),
+    ),
+    (fcntl, ("F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SETSIG")),
+    (socket, ("MSG_CMSG_CLOEXEC", "SO_PEERCRED")),
+    (time, ("CLOCK_BOOTTIME",)),
+)
+
+
+def _started(pid: int) -> int | None:
+    """What macOS says of a process, of this system's facts."""
+    try:
+        with _OPEN(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+_OPEN = builtins.open
+
+
+def _hides(path: object) -> bool:
+    return isinstance(path, (str, Path)) and str(path).startswith("/proc")
+
+
+def _without_proc(function: Any) -> Any:
+    def call(path: Any, *args: Any, **options: Any) -> Any:
+        if _hides(path):
+            raise FileNotFoundError(2, "there is no /proc", str(path))
+        return function(path, *args, **options)
+
+    return call
+
+
+def pytest_configure() -> None:
+    """Before anything of ours is imported."""
+    for module, names in _LACKING:
+        for name in names:
+            if hasattr(module, name):
+                delattr(module, name)
+    # Before those are imported that ask for it.
+    from lifeboat_cache import darwin, system
+
+    system.DARWIN = True
+    darwin.boot_session = lambda: "one boot"
+    darwin.process_start = _started
+    darwin.mounted = lambda: [darwin.Mounted("/", "apfs", "/dev/disk3s1s1", True, True)]
+    darwin.skip_page_cache = lambda fd: None
+    darwin.punch_hole = lambda fd, offset, length: False
+    darwin.take_space = lambda fd, length: False
+    from lifeboat_cache.targets import files
+
+    files._statx = None
+    for module, name in ((builtins, "open"), (io, "open"), (os, "readlink"), (os, "stat")):
+        setattr(module, name, _without_proc(getattr(module, name)))
