@@ -63,8 +63,7 @@ def _without_proc(function: Any) -> Any:
     return call
 
 
-def pytest_configure() -> None:
-    """Before anything of ours is imported."""
+def _take_away() -> None:
     for module, names in _LACKING:
         for name in names:
             if hasattr(module, name):
@@ -84,3 +83,7 @@ def pytest_configure() -> None:
     files._statx = None
     for module, name in ((builtins, "open"), (io, "open"), (os, "readlink"), (os, "stat")):
         setattr(module, name, _without_proc(getattr(module, name)))
+
+
+# Now: pytest loads a plugin before conftests, which import what asks for these.
+_take_away()

@@ -31,7 +31,7 @@ ALIGNMENT = HEADER_BYTES
 #: Linux's UIO_MAXIOV: ``preadv`` and ``pwritev`` take no more pieces.
 MAX_PIECES = 1024
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def open_direct(path: str | Path, flags: int) -> int:
@@ -43,7 +43,7 @@ def open_direct(path: str | Path, flags: int) -> int:
         ``EINVAL`` if the filesystem does not take it.
     """
     if not DARWIN:
-        return open_file(path, flags | _O_DIRECT)
+        return open_file(path, flags | O_DIRECT)
     fd = open_file(path, flags)
     try:
         darwin.skip_page_cache(fd)
@@ -67,8 +67,8 @@ def supports_direct(directory: Path, wanted: Literal["auto", "on", "off"]) -> bo
     if mount is not None and kind_of(mount.type) == "memory":
         return False  # tmpfs takes it, and copies all the same
     path = directory / f".direct.{os.getpid()}.{os.urandom(4).hex()}.tmp"
-    reason = "this platform has none"
-    if _O_DIRECT or DARWIN:
+    reason = "this platform has no O_DIRECT"
+    if O_DIRECT or DARWIN:
         try:
             close_file(open_file(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             fd = open_direct(path, os.O_WRONLY)
