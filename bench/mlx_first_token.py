@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def _timed(
     cache, held = get()
     first, tokens = _answer(model, prompt[held:], cache)
     return first - begin, tokens, held
+
+
+def _kept(cache: list[Any], held: int) -> tuple[list[Any], int]:
+    return cache, held
 
 
 def _child(arguments: argparse.Namespace) -> None:
@@ -138,7 +143,7 @@ def measure(report: Report, arguments: argparse.Namespace, place: Path) -> None:
             elif who == _MEMORY:
                 kept = copy.deepcopy(known)
                 mx.eval([one.state for one in kept])
-                result = _timed(model, prompt, lambda kept=kept: (kept, len(prompt) - 1))
+                result = _timed(model, prompt, partial(_kept, kept, len(prompt) - 1))
             else:
                 if who in (_COLD, _FILE):
                     forget_pages(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import struct
 import subprocess
@@ -111,7 +112,7 @@ class _Asked:
 def test_holes_are_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _Asked()
     monkeypatch.setattr(holes, "DARWIN", True)
-    monkeypatch.setattr(darwin.fcntl, "fcntl", asked)
+    monkeypatch.setattr(fcntl, "fcntl", asked)
     assert holes.punch_hole(3, 4095, 3 * 4096)
     assert asked.asked == [(99, struct.pack("@IIqq", 0, 0, 4096, 2 * 4096))]
     assert holes.punch_hole(3, 1, 4095)
@@ -122,10 +123,10 @@ def test_holes_are_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_filesystem_without_holes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holes, "DARWIN", True)
-    monkeypatch.setattr(darwin.fcntl, "fcntl", _Asked(errno.ENOTSUP))
+    monkeypatch.setattr(fcntl, "fcntl", _Asked(errno.ENOTSUP))
     assert not holes.punch_hole(3, 0, 4096)
     assert not holes.take_space(3, 0, 4096)
-    monkeypatch.setattr(darwin.fcntl, "fcntl", _Asked(errno.ENOSPC))
+    monkeypatch.setattr(fcntl, "fcntl", _Asked(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         holes.take_space(3, 0, 4096)
 
@@ -135,7 +136,7 @@ def test_the_page_cache_is_bypassed_only_where_that_is_asked_for(
 ) -> None:
     asked = _Asked()
     monkeypatch.setattr(direct, "DARWIN", True)
-    monkeypatch.setattr(darwin.fcntl, "fcntl", asked)
+    monkeypatch.setattr(fcntl, "fcntl", asked)
     assert not direct.supports_direct(tmp_path, "auto")
     assert not asked.asked
     assert direct.supports_direct(tmp_path, "on")

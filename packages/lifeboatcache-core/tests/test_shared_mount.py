@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from lifeboat_cache import system
 from lifeboat_cache.errors import TargetError
 from lifeboat_cache.janitor import Janitor, JanitorClock, JanitorPolicy
 from lifeboat_cache.janitor import lease as janitor_lease
@@ -296,8 +297,7 @@ def test_a_writer_whose_lease_lapsed_is_replaced(
     driver = node()
     assert driver.store([1]) == [OK]
     passed = [0.0]
-    boot_seconds = hosts.boot_seconds
-    monkeypatch.setattr(writer_lock, "boot_seconds", lambda: boot_seconds() + passed[0])
+    monkeypatch.setattr(writer_lock, "boot_seconds", lambda: system.boot_seconds() + passed[0])
     passed[0] = 7 * 86400
     assert driver.store([2]) == [FAILED], "nobody might find it"
     assert driver.store([2]) == [OK]

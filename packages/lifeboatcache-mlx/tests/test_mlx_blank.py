@@ -18,7 +18,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         def refuse(*args: object, **options: object) -> None:
             raise RuntimeError("another MLX")
 
-        monkeypatch.setattr(blank.mx, "load", refuse)
+        monkeypatch.setattr(mx, "load", refuse)
 
 
 @pytest.mark.usefixtures("_way")

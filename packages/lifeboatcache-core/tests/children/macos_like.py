@@ -71,13 +71,17 @@ def _take_away() -> None:
     # Before those are imported that ask for it.
     from lifeboat_cache import darwin, system
 
+    answers: dict[str, Any] = {
+        "boot_session": lambda: "one boot",
+        "process_start": _started,
+        "mounted": lambda: [darwin.Mounted("/", "apfs", "/dev/disk3s1s1", True, True)],
+        "skip_page_cache": lambda fd: None,
+        "punch_hole": lambda fd, offset, length: False,
+        "take_space": lambda fd, length: False,
+    }
+    for name, answer in answers.items():
+        setattr(darwin, name, answer)
     system.DARWIN = True
-    darwin.boot_session = lambda: "one boot"
-    darwin.process_start = _started
-    darwin.mounted = lambda: [darwin.Mounted("/", "apfs", "/dev/disk3s1s1", True, True)]
-    darwin.skip_page_cache = lambda fd: None
-    darwin.punch_hole = lambda fd, offset, length: False
-    darwin.take_space = lambda fd, length: False
     from lifeboat_cache.targets import files
 
     files._statx = None

@@ -101,7 +101,7 @@ class S3Error(TargetError):
 def missing_boto3() -> TargetError:
     """What to raise where boto3 is not installed."""
     return TargetError(
-        errno.ENOPKG,
+        errno.ENOTSUP,
         "tiers of type s3 need boto3, which is not installed: pip install 'lifeboatcache-core[s3]'",
     )
 
