@@ -125,7 +125,10 @@ class TensorLayout:
 
     def row(self, coder: int = 0, bits: int = 0) -> npt.NDArray[np.int64]:
         """int64 ``(ROW_WORDS,)``: the tensor with its coder, as kernels read it."""
-        row = np.zeros(columns.ROW_WORDS, dtype=np.int64)
+        return np.array(self._words(coder, bits), dtype=np.int64)
+
+    def _words(self, coder: int = 0, bits: int = 0) -> list[int]:
+        row = [0] * columns.ROW_WORDS
         row[columns.ROW_CODER] = coder
         row[columns.ROW_DTYPE] = DTYPES[self.dtype]
         row[columns.ROW_ROLE] = ROLES[self.role]
@@ -201,7 +204,7 @@ class KVLayout:
     @cached_property
     def tag(self) -> int:
         """The 8-byte tag under which blocks of this layout are stored, never 0."""
-        rows = [[int(word) for word in tensor.row()] for tensor in self.tensors]
+        rows = [tensor._words() for tensor in self.tensors]
         return tag(b"kv layout 1\0" + canonical_json({"nbytes": self.nbytes, "tensors": rows}))
 
     def shifted(self, by: int) -> tuple[TensorLayout, ...]:

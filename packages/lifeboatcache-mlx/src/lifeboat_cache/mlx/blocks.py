@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +25,8 @@ def block_bytes(layers: Sequence[Layer], tokens: int) -> int:
     return tokens * sum(plane.heads * plane.row_bytes for layer in layers for plane in layer.planes)
 
 
-def block_layout(layers: Sequence[Layer], tokens: int) -> KVLayout:
+@lru_cache(maxsize=16)  # hundreds of tensors: it takes longer than to look a prompt up
+def block_layout(layers: tuple[Layer, ...], tokens: int) -> KVLayout:
     """What the bytes of a block are: layer by layer, array by array, head by head.
 
     All of it is called state, which is stored exactly whatever is configured: mlx-lm has

@@ -106,7 +106,7 @@ class Keeper:
         self,
         keys: Sequence[bytes],
         digests: Sequence[bytes],
-        layers: Sequence[Layer],
+        layers: tuple[Layer, ...],
         arrays: Sequence[mx.array],
     ) -> None:
         missing = np.flatnonzero(self._store.sizes(keys) < 0) if keys else np.empty(0, np.int64)
