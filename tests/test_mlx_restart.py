@@ -83,12 +83,13 @@ def lifeboat(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-@pytest.mark.parametrize("options", [{}, QUANTIZED], ids=["plain", "quantized"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in KINDS), ("llama", QUANTIZED)],
+    ids=[*KINDS, "llama quantized"],
+)
 @pytest.mark.usefixtures("lifeboat")
 def test_a_restart_costs_neither_bytes_nor_tokens(kind: str, options: dict[str, Any]) -> None:
-    if options and kind != "llama":
-        pytest.skip("caches of this kind are not quantized")
     _check(kind, 201, options)
 
 
