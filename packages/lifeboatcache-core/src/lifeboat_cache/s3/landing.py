@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import sys
 import threading
 import time
 
@@ -19,12 +21,19 @@ _KEPT_S = 30.0
 _LEAST_BYTES = 1 << 20
 
 
+def _memory_file() -> int:
+    """A file in memory. Raises ``OSError``."""
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, "this system has no files in memory")
+    return os.memfd_create("lifeboat-s3", os.MFD_CLOEXEC)
+
+
 class Landing:
     """A piece of memory that has a descriptor."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.fd = os.memfd_create("lifeboat-s3", os.MFD_CLOEXEC)
+        self.fd = _memory_file()
         try:
             os.ftruncate(self.fd, size)
             self._map = mmap.mmap(self.fd, size)
