@@ -19,9 +19,12 @@ import numpy.typing as npt
 
 from lifeboat_cache.interface import Namespace
 
-__all__ = ["MlxRig", "Request", "content"]
+__all__ = ["HybridRig", "MlxRig", "Request", "content", "state_of"]
 
 _LAYERS, _HEADS, _DIM = 3, 2, 16
+
+#: Layers with recurrent state, in a hybrid rig.
+_STATES = (0, 2)
 _PATIENCE_S = 60.0
 
 
@@ -88,23 +91,38 @@ class MlxRig:
         from sglang.srt.hardware_backend.mlx.kv_cache import MlxAttentionKVPool
         from sglang.srt.hardware_backend.mlx.model_runner_stub import _DummyKVCache
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-        from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-        from lifeboat_cache.integrations.sglang_mlx_cache import LifeboatMlxCache
         from lifeboat_cache.integrations.sglang_mlx_keeping import Keeping
 
-        rows = ReqToTokenPool(
-            size=16, max_context_len=4096, device="cpu", enable_memory_saver=False
-        )
         dummy = _DummyKVCache(size=slots, dtype=torch.bfloat16, device="cpu")
         self.allocator = TokenToKVPoolAllocator(
             size=slots, dtype=torch.bfloat16, device="cpu", kvcache=dummy, need_sort=False
         )
         self.pool = MlxAttentionKVPool(slots + 1, _LAYERS, _HEADS, _DIM, mx.bfloat16)
-        self.runner = SimpleNamespace(_attention_kv_pool=self.pool, _req_synced_offset={})
-        self.cache: Any = LifeboatMlxCache(
+        self.runner = SimpleNamespace(
+            _attention_kv_pool=self.pool,
+            _req_synced_offset={},
+            _cache_layout=SimpleNamespace(auxiliary_layer_indices=_STATES),
+        )
+        self.cache: Any = self._make_cache()
+        self.keeping = Keeping(
+            "tiny", namespace=Namespace.from_identity({"rig": namespace}), config=config
+        )
+        self.cache.connect(self.keeping, self.runner, vocabulary=1 << 30)
+        assert self.store.wait_recovered(_PATIENCE_S)
+        self._names = itertools.count()
+
+    def _make_cache(self) -> Any:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        from lifeboat_cache.integrations.sglang_mlx_cache import LifeboatMlxCache
+
+        rows = ReqToTokenPool(
+            size=16, max_context_len=4096, device="cpu", enable_memory_saver=False
+        )
+        return LifeboatMlxCache(
             CacheInitParams(
                 disable=False,
                 req_to_token_pool=rows,
@@ -113,12 +131,6 @@ class MlxRig:
                 tree_components=(ComponentType.FULL,),
             )
         )
-        self.keeping = Keeping(
-            "tiny", namespace=Namespace.from_identity({"rig": namespace}), config=config
-        )
-        self.cache.connect(self.keeping, self.runner, vocabulary=1 << 30)
-        assert self.store.wait_recovered(_PATIENCE_S)
-        self._names = itertools.count()
 
     @property
     def store(self) -> Any:
@@ -246,3 +258,104 @@ class MlxRig:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def state_of(tokens: Sequence[int]) -> dict[int, Any]:
+    """What the recurrent state behind a prefix is, as SGLang keeps it."""
+    import mlx.core as mx
+    from sglang.srt.hardware_backend.mlx.kv_cache.auxiliary_state import _CacheSnapshot
+
+    found = {}
+    for layer in _STATES:
+        dice = np.random.default_rng([layer, *tokens])
+        first = mx.array(dice.integers(0, 0x7F00, (1, 3, 8), dtype=np.uint16)).view(mx.bfloat16)
+        second = mx.array(dice.standard_normal((1, 2, 4, 4)).astype(np.float32))
+        found[layer] = _CacheSnapshot(
+            state=([first, second], None, None),
+            meta_state="",
+            attrs={"lengths": None, "left_padding": None},
+        )
+    return found
+
+
+def _arrays(snapshots: dict[int, Any]) -> list[npt.NDArray[np.uint8]]:
+    import mlx.core as mx
+
+    return [
+        np.array(array.view(mx.uint8))
+        for layer in sorted(snapshots)
+        for array in snapshots[layer].state[0]
+    ]
+
+
+class HybridRig(MlxRig):
+    """The same with a model that has recurrent state besides attention."""
+
+    def _make_cache(self) -> Any:
+        from sglang.srt.hardware_backend.mlx.kv_cache.auxiliary_state import (
+            MlxAuxiliaryStateComponent,
+            MlxAuxiliaryStateReqToTokenPool,
+        )
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        from lifeboat_cache.integrations.sglang_mlx_hybrid import LifeboatHybridMlxCache
+
+        rows = MlxAuxiliaryStateReqToTokenPool(
+            size=16,
+            max_context_len=4096,
+            device="cpu",
+            enable_memory_saver=False,
+            auxiliary_state_size=24,
+        )
+        self.states = rows.auxiliary_state_pool
+        return LifeboatHybridMlxCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=1,
+                tree_components=(ComponentType.FULL, ComponentType.MAMBA),
+                component_registry_override={ComponentType.MAMBA: MlxAuxiliaryStateComponent},
+            )
+        )
+
+    def begin(self, request: Request) -> int:
+        held = super().begin(request)
+        tokens = request.full_untruncated_fill_ids
+        kv = request.kv
+        # As SGLang's runner: the state at the end of the last whole chunk, and the live one.
+        length = held + (len(tokens) - held) // 64 * 64
+        if length > held:
+            kv.mamba_ping_pong_track_buffer = self.states.alloc(1)
+            self.states._snapshots[int(kv.mamba_ping_pong_track_buffer[0])] = state_of(
+                tokens[:length]
+            )
+            kv.mamba_last_track_seqlen = length
+        self.states._snapshots[int(kv.mamba_pool_idx)] = state_of(tokens)
+        self.cache.checkpoint(request, up_to=len(tokens))
+        return held
+
+    def finish(self, request: Request) -> None:
+        request.kv.mamba_last_track_seqlen = None
+        # Ahead of the tokens, as where computing overlaps with scheduling.
+        self.states._snapshots[int(request.kv.mamba_pool_idx)] = state_of(
+            [*request.full_untruncated_fill_ids, 1]
+        )
+        super().finish(request)
+
+    def check(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """Compare the state at the end of what SGLang would use, too."""
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        held = super().check(tokens, salt)
+        if held and held < len(tokens):
+            request = Request("check", [*tokens[:held], 0], salt)
+            self._match(request)
+            slot = self.cache.tree_core.get_component_device_value(
+                request.last_node, ComponentType.MAMBA
+            )
+            found = _arrays(self.states._snapshots[int(slot[0])])
+            for got, expected in zip(found, _arrays(state_of(tokens[:held])), strict=True):
+                np.testing.assert_array_equal(got, expected)
+        return held

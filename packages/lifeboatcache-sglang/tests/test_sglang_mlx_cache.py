@@ -291,6 +291,25 @@ def test_a_long_prefix_comes_in_parts(rig: OpenRig, monkeypatch: pytest.MonkeyPa
         assert second.balanced()
 
 
+def test_reads_share_a_budget_of_memory(rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lifeboat_cache.integrations import sglang_mlx_cache, sglang_mlx_read
+
+    prompts = [prompt(120 + number, 400) for number in range(4)]
+    stored(rig, *prompts)
+    monkeypatch.setattr(sglang_mlx_read, "_PART_BYTES", 1)
+    monkeypatch.setattr(sglang_mlx_cache, "BUDGET_BYTES", 1)
+    with rig() as second:
+        waiting = [second.arrive(tokens) for tokens in prompts]
+        budget = second.cache._budget
+        for request in waiting[:3]:
+            assert budget._used <= second.cache._shape.chunk_bytes
+            second.wait(request)
+            assert request.loaded == 384
+        second.cache.release_aborted_request(waiting[3].cache_request_handle)
+        assert budget._used == 0
+        assert second.balanced()
+
+
 def test_clear_deletes_what_is_stored(rig: OpenRig) -> None:
     tokens = prompt(96, 300)
     with rig() as first:

@@ -96,14 +96,23 @@ def _build(ctx: Any) -> Any:
             "SGLANG_USE_MLX=1"
         )
     runner = _runner(ctx)
-    from lifeboat_cache.integrations.sglang_mlx_cache import LifeboatMlxCache
+    cache_class: Any
+    hybrid = bool(runner._cache_layout.has_auxiliary_state)
+    if hybrid:
+        from lifeboat_cache.integrations.sglang_mlx_hybrid import LifeboatHybridMlxCache
+
+        cache_class = LifeboatHybridMlxCache
+    else:
+        from lifeboat_cache.integrations.sglang_mlx_cache import LifeboatMlxCache
+
+        cache_class = LifeboatMlxCache
     from lifeboat_cache.integrations.sglang_mlx_chunks import CHUNK_TOKENS
     from lifeboat_cache.integrations.sglang_mlx_keeping import Keeping
 
     name = str(get_serving().served_model_name or ctx.server_args.model_path)
     keeping = Keeping(name)
     try:
-        cache = create_unified_radix_cache(ctx, cache_class=LifeboatMlxCache)
+        cache = create_unified_radix_cache(ctx, cache_class=cache_class)
         cache.connect(keeping, runner, int(ctx.model_config.vocab_size))
     except BaseException:
         keeping.finish(1.0)
@@ -112,6 +121,11 @@ def _build(ctx: Any) -> Any:
         "LifeboatCache is on: prefixes of SGLang's MLX backend in chunks of %d tokens",
         CHUNK_TOKENS,
     )
+    if hybrid:
+        _log.info(
+            "LifeboatCache: this model has recurrent state: prefixes come back where it was "
+            "stored, and for one request at a time"
+        )
     return cache
 
 
@@ -137,10 +151,12 @@ def _runner(ctx: Any) -> Any:
             "SGLang's MLX backend keeps no pool for models with sliding windows, so there is "
             "nothing to store: serve this one without LifeboatCache"
         )
-    if layout.has_auxiliary_state or ctx.is_hybrid_ssm:
+    if layout.has_auxiliary_state and not hasattr(
+        ctx.params.req_to_token_pool, "auxiliary_state_pool"
+    ):
         raise _StandDownError(
-            "models with recurrent state are not stored from SGLang's MLX backend: serve this one "
-            "without LifeboatCache, or with mlx-lm"
+            "this SGLang keeps the state of hybrid models elsewhere than where it is looked for: "
+            "use a tested version"
         )
     # SGLang does it before its first computation; what is restored comes before that.
     worker._ensure_mlx_pool_initialized()

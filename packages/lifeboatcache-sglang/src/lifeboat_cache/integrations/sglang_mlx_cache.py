@@ -30,18 +30,19 @@ from lifeboat_cache.engines.guard import guarded
 from lifeboat_cache.integrations.sglang_mlx_chunks import CHUNK_TOKENS, PoolShape, prefix_digests
 from lifeboat_cache.integrations.sglang_mlx_keep import Keeper
 from lifeboat_cache.integrations.sglang_mlx_keeping import Keeping
-from lifeboat_cache.integrations.sglang_mlx_read import Part, Read
+from lifeboat_cache.integrations.sglang_mlx_read import BUDGET_BYTES, Budget, Part, Read
+from lifeboat_cache.interface import Store
 
-__all__ = ["LifeboatMlxCache"]
+__all__ = ["LifeboatMlxCache", "Waiting", "is_plain"]
 
 _log = logging.getLogger("lifeboat_cache")
 
 
 @dataclass
-class _Waiting:
+class Waiting:
     """A request that waits for what is stored of its prefix."""
 
-    read: Read
+    read: Read | None
     tokens: Any
     extra_key: str | None
     cache_salt: str | None
@@ -49,6 +50,7 @@ class _Waiting:
     end: int
 
     def key(self, tokens: int) -> Any:
+        """SGLang's key of the first tokens."""
         return RadixKey(self.tokens[:tokens], extra_key=self.extra_key, cache_salt=self.cache_salt)
 
 
@@ -81,33 +83,43 @@ class LifeboatMlxCache(UnifiedRadixCache):
         self._pool = runner._attention_kv_pool
         self._shape = PoolShape.of(self._pool)
         self._vocabulary = vocabulary
-        self._waiting: dict[Any, _Waiting] = {}
+        self._waiting: dict[Any, Waiting] = {}
+        self._budget = Budget(BUDGET_BYTES)
         self.reads_from_storage = True
 
     # Storing ------------------------------------------------------------------
 
     @override
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        self.keep_of(req, up_to)
+        super().checkpoint(req, up_to=up_to, **kwargs)
+
+    def keep_of(self, req: Any, up_to: int) -> None:
+        """SGLang is about to keep a request's first tokens: store what shall be."""
         if req.finished():
             self._keep(req, up_to)
-        super().checkpoint(req, up_to=up_to, **kwargs)
 
     @guarded(None)
     def _keep(self, req: Any, up_to: int) -> None:
         """Store what a finished request leaves, while it owns its slots."""
         store = None if self._keeping is None else self._keeping.store
-        if store is None or not _is_plain(req):
+        if store is None or not is_plain(req):
             return
+        tokens = self._known(req.full_untruncated_fill_ids[:up_to])
+        if tokens is not None:
+            self._keep_chunks(store, req, tokens)
+
+    def _keep_chunks(self, store: Store, req: Any, tokens: npt.NDArray[np.int64]) -> int:
+        """Store the whole chunks of a request's first tokens; how many tokens they are."""
         # What SGLang has not written to the pool is not there.
-        there = min(up_to, int(self._runner._req_synced_offset.get(req.rid, 0)))
-        length = there - there % CHUNK_TOKENS
-        tokens = self._known(req.full_untruncated_fill_ids[:length])
-        if not length or tokens is None:
-            return
-        if self._keeper is None:
-            self._keeper = Keeper(store, self._pool, self._shape)
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
-        self._keeper.keep(tokens, row.tolist(), req.extra_key, req.cache_salt)
+        there = min(int(tokens.shape[0]), int(self._runner._req_synced_offset.get(req.rid, 0)))
+        length: int = there - there % CHUNK_TOKENS
+        if length:
+            if self._keeper is None:
+                self._keeper = Keeper(store, self._pool, self._shape)
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
+            self._keeper.keep(tokens[:length], row.tolist(), req.extra_key, req.cache_salt)
+        return length
 
     def _known(self, tokens: Any) -> npt.NDArray[np.int64] | None:
         """Tokens as an array, if they say all of what a prompt is."""
@@ -145,7 +157,7 @@ class LifeboatMlxCache(UnifiedRadixCache):
     ) -> None:
         keeping = self._keeping
         store = None if keeping is None else keeping.store
-        self._waiting.pop(request, None)
+        self._forget(request)
         if keeping is None or store is None:
             return
         tokens = held + rest if held else rest
@@ -153,12 +165,27 @@ class LifeboatMlxCache(UnifiedRadixCache):
         begin = len(held) if held else 0
         if known is None or len(tokens) // CHUNK_TOKENS <= begin // CHUNK_TOKENS:
             return
-        keys = self._shape.keys(prefix_digests(known, extra_key, cache_salt)[1:])
-        read = Read(store, self._shape, keys, begin, keeping.wait_s)
-        if not read.over:
-            self._waiting[request] = _Waiting(
-                read, tokens, extra_key, cache_salt, begin=begin, end=begin
-            )
+        digests = prefix_digests(known, extra_key, cache_salt)
+        waiting = self._wait_for(store, digests, tokens, begin, extra_key, cache_salt)
+        if waiting is not None:
+            self._waiting[request] = waiting
+
+    def _wait_for(
+        self,
+        store: Store,
+        digests: Sequence[bytes],
+        tokens: Any,
+        begin: int,
+        extra_key: str | None,
+        cache_salt: str | None,
+    ) -> Waiting | None:
+        """Begin to read; ``None`` if there is nothing to wait for."""
+        assert self._keeping is not None
+        keys = self._shape.keys(digests[1:])
+        read = Read(store, self._shape, keys, begin, self._keeping.wait_s, self._budget)
+        if read.over:
+            return None
+        return Waiting(read, tokens, extra_key, cache_salt, begin=begin, end=begin)
 
     @override
     def check_prefetch_progress(self, request: Any) -> bool:
@@ -168,23 +195,30 @@ class LifeboatMlxCache(UnifiedRadixCache):
             return True
         if self._advance(waiting):
             return False
-        self._waiting.pop(request, None)
+        self._forget(request)
         if waiting.end > waiting.begin:
             self.prefetch_loaded_tokens_by_reqid[request] = waiting.end - waiting.begin
             self.prefetch_loaded_storage_start_by_reqid[request] = waiting.begin
         return True
 
     @guarded(False)
-    def _advance(self, waiting: _Waiting) -> bool:
-        """Take over what has arrived; whether more will come."""
+    def _advance(self, waiting: Waiting) -> bool:
+        """As :meth:`_take_over`; no if anything goes wrong."""
         if self._keeping is None or self._keeping.store is None:
             return False  # the weights have changed meanwhile
-        while (part := waiting.read.take()) is not None:
+        return self._take_over(waiting)
+
+    def _take_over(self, waiting: Waiting) -> bool:
+        """Take over what has arrived; whether more will come."""
+        read = waiting.read
+        if read is None:
+            return False
+        while (part := read.take()) is not None:
             if not self._adopt(waiting, part):
                 return False
-        return not waiting.read.over
+        return not read.over
 
-    def _adopt(self, waiting: _Waiting, part: Part) -> bool:
+    def _adopt(self, waiting: Waiting, part: Part) -> bool:
         """Give slots to a part and put it into the tree; whether the next one can follow."""
         matched = self._match_tree(MatchPrefixParams(key=waiting.key(part.end)))
         held, node = int(matched.device_prefix_len), matched.last_device_node
@@ -240,8 +274,19 @@ class LifeboatMlxCache(UnifiedRadixCache):
     @override
     def release_aborted_request(self, request: Any) -> None:
         if self.reads_from_storage:
-            self._waiting.pop(request, None)
+            self._forget(request)
         super().release_aborted_request(request)
+
+    def _forget(self, request: Any) -> None:
+        """A request waits no more."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            self._drop(waiting)
+
+    def _drop(self, waiting: Waiting) -> None:
+        """Let go of what a request waited for."""
+        if waiting.read is not None:
+            waiting.read.stop()
 
     @override
     def check_hicache_events(self) -> None:
@@ -265,11 +310,12 @@ class LifeboatMlxCache(UnifiedRadixCache):
         """SGLang forgets its prefixes; what was on its way to them is not put there."""
         if self.reads_from_storage:
             for waiting in self._waiting.values():
-                waiting.read.stop()
+                if waiting.read is not None:
+                    waiting.read.stop()
         super().reset()
 
 
-def _is_plain(req: Any) -> bool:
+def is_plain(req: Any) -> bool:
     """Whether a request is nothing but tokens."""
     return (
         getattr(req, "multimodal_inputs", None) is None

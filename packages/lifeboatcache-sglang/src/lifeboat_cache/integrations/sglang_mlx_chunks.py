@@ -127,6 +127,13 @@ class PoolShape:
 
     def keys(self, digests: Sequence[bytes]) -> list[bytes]:
         """Keys of chunks, by the digests of the prefixes that they end."""
+        return block_keys(digests, space=self._space())
+
+    def state_keys(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Keys of the recurrent states at the ends of prefixes."""
+        return block_keys(digests, space=b"state" + self._space())
+
+    def _space(self) -> bytes:
         document = {
             "tokens": CHUNK_TOKENS,
             "layers": self.layers,
@@ -135,8 +142,7 @@ class PoolShape:
             "dtype": _DTYPES[self.dtype],
             "layout": self.layout().tag,
         }
-        space = blake3(canonical_json(document), derive_key_context=_SPACE_CONTEXT).digest()
-        return block_keys(digests, space=space)
+        return blake3(canonical_json(document), derive_key_context=_SPACE_CONTEXT).digest()
 
 
 def new_array(shape: PoolShape, tokens: int) -> mx.array:

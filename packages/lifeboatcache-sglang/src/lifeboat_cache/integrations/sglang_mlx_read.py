@@ -23,7 +23,7 @@ from lifeboat_cache.integrations.sglang_mlx_chunks import (
 )
 from lifeboat_cache.interface import BlockBatch, Job, Lookup, Outcome, Store
 
-__all__ = ["PATIENCE_S", "Part", "Read"]
+__all__ = ["BUDGET_BYTES", "PATIENCE_S", "Budget", "Part", "Read"]
 
 #: Bytes of a part.
 _PART_BYTES = 64 << 20
@@ -31,9 +31,37 @@ _PART_BYTES = 64 << 20
 #: Parts that are read at the same time.
 _PARTS = 3
 
+#: Bytes that all reads of a scheduler may have in memory together.
+BUDGET_BYTES = 1 << 30
+
 #: How long a read may go on without anything having come, in seconds: then it is given up, and
 #: the prompt is computed.
 PATIENCE_S = 5.0
+
+
+class Budget:
+    """Bytes that reads may have in memory together.
+
+    Parameters
+    ----------
+    limit
+        How many. One part is always granted where nothing else is in memory.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+
+    def take(self, count: int) -> bool:
+        """Ask for memory; whether it is granted."""
+        if self._used and self._used + count > self._limit:
+            return False
+        self._used += count
+        return True
+
+    def give(self, count: int) -> None:
+        """Give memory back."""
+        self._used -= count
 
 
 @dataclass(frozen=True)
@@ -69,12 +97,21 @@ class Read:
         Tokens that SGLang holds already.
     wait_s
         How long the store may take to say what is there, in seconds.
+    budget
+        Memory is asked for there, and given back with each part that is handed out.
     """
 
     def __init__(
-        self, store: Store, shape: PoolShape, keys: Sequence[bytes], held: int, wait_s: float
+        self,
+        store: Store,
+        shape: PoolShape,
+        keys: Sequence[bytes],
+        held: int,
+        wait_s: float,
+        budget: Budget,
     ) -> None:
         self._store = store
+        self._budget = budget
         self._shape = shape
         self._keys = list(keys)
         self._next = held // CHUNK_TOKENS
@@ -93,24 +130,31 @@ class Read:
         return not self._asking and not self._flying and self._next >= self._last
 
     def stop(self) -> None:
-        """Read nothing more."""
+        """Read nothing more; what is under way goes to memory that nobody looks at. Idempotent."""
         self._asking = False
         self._next = self._last
-        self._flying.clear()
+        while self._flying:
+            self._budget.give(self._bytes(self._flying.popleft()[0]))
+
+    def _bytes(self, part: Part) -> int:
+        return (part.end - part.begin) // CHUNK_TOKENS * self._shape.chunk_bytes
 
     def take(self) -> Part | None:
         """The next part, if it is there. Never waits."""
         if self._asking:
             self._ask()
+        now = time.monotonic()
         if not self._flying:
+            self._moved = now
+            self._launch()  # there may be memory now
             return None
         part, job = self._flying[0]
-        now = time.monotonic()
         if not job.done():
             if now - self._moved > PATIENCE_S:
                 self.stop()
             return None
         self._flying.popleft()
+        self._budget.give(self._bytes(part))
         self._moved = now
         good = 0
         for outcome in job.outcomes:
@@ -147,7 +191,7 @@ class Read:
     def _launch(self) -> None:
         """Begin to read the next part."""
         chunks = min(self._last - self._next, max(1, _PART_BYTES // self._shape.chunk_bytes))
-        if chunks < 1:
+        if chunks < 1 or not self._budget.take(chunks * self._shape.chunk_bytes):
             return
         tokens = chunks * CHUNK_TOKENS
         k, v = new_array(self._shape, tokens), new_array(self._shape, tokens)

@@ -96,7 +96,7 @@ def move_chunks(config: Path) -> str | None:
         prefix_digests,
     )
     from lifeboat_cache.integrations.sglang_mlx_keep import Keeper
-    from lifeboat_cache.integrations.sglang_mlx_read import Read
+    from lifeboat_cache.integrations.sglang_mlx_read import BUDGET_BYTES, Budget, Read
     from lifeboat_cache.interface import Namespace, open_block_store
 
     tokens = np.random.default_rng(_SEED).integers(0, 50_000, _CHUNKS * CHUNK_TOKENS)
@@ -120,7 +120,7 @@ def move_chunks(config: Path) -> str | None:
             return f"{len(store)} of {_CHUNKS} chunks of SGLang's MLX pool were stored"
         pool.clear()
         keys = shape.keys(prefix_digests(tokens, None, None)[1:])
-        read = Read(store, shape, keys, 0, 0.0)
+        read = Read(store, shape, keys, 0, 0.0, Budget(BUDGET_BYTES))
         there = 0
         deadline = time.monotonic() + _PATIENCE_S
         while not read.over and time.monotonic() < deadline:
