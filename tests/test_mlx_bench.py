@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tiny_llama
 from bench_rows import conforms
 
@@ -42,6 +43,7 @@ def test_prompt_cache(tmp_path: Path) -> None:
     assert not list(root.iterdir())
 
 
+@pytest.mark.full
 def test_first_token(tmp_path: Path) -> None:
     model, root = tmp_path / "model", tmp_path / "root"
     tiny_llama.write(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,15 @@ def test_auto_is_what_restores_fastest_and_says_why(read: float, cores: int, cod
     choice = Ladder(settings("auto"), rates=rates(read, cores)).choose(KV)
     assert choice.codec == codec, choice.reason
     assert choice.reason.startswith("compression.ladder.local is auto: ")
+
+
+def test_what_comes_from_the_page_cache_is_kept_raw() -> None:
+    slow = rates(0.2)
+    ladder = Ladder(settings(), mode="exact", rates=slow)
+    assert ladder.choose(KV).codec == LOSSLESS
+    choice = replace(ladder, rates=replace(slow, cached=True)).choose(KV)
+    assert choice.codec == RAW
+    assert "from the page cache" in choice.reason
 
 
 def test_auto_says_the_numbers() -> None:

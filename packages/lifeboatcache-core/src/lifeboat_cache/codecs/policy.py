@@ -65,6 +65,7 @@ class CodecPolicy:
         self._fixed = config if isinstance(config, Config) else None
         self._native = native
         self._needs_kernels = True
+        self._cached = False
         loaded = config.config if isinstance(config, LiveConfig) else config
         self.exact = native and loaded.engine.native_codec == "exact"
         self._home = home
@@ -78,7 +79,7 @@ class CodecPolicy:
         """One that stores all KV with one codec, with kernels or without, and watches nothing."""
         policy = cls.__new__(cls)
         policy._live, policy._fixed, policy._native = None, None, False
-        policy.exact = policy._needs_kernels = False
+        policy.exact = policy._needs_kernels = policy._cached = False
         policy._home = policy._target = None
         policy.counts = CodecCounts()
         policy.guard = Guard(active=False)
@@ -108,6 +109,10 @@ class CodecPolicy:
     def opened(self, target: Target) -> None:
         """Say where blocks go. Never waits."""
         self._target = target
+
+    def expect_cached(self) -> None:
+        """Say that most of what is read lies in the page cache."""
+        self._cached = True
 
     def rung_of(self, target: Target) -> Rung:
         """The rung of a target."""
@@ -179,7 +184,7 @@ class CodecPolicy:
         )
 
     def _rates(self) -> Rates:
-        rates = Rates(cores=self._cores())
+        rates = Rates(cores=self._cores(), cached=self._cached)
         home, target = self._home, self._target
         if home is None:
             return rates

@@ -50,12 +50,15 @@ class Rates:
         Whether that was measured; otherwise it is :data:`DEFAULT_READ`.
     cores
         Cores that decode.
+    cached
+        Whether what is read lies in the page cache: then nothing but the cores limits it.
     """
 
     codecs: Mapping[tuple[str, int], CodecRate] = field(default_factory=dict)
     read: float = DEFAULT_READ
     read_measured: bool = False
     cores: int = 1
+    cached: bool = False
 
     @property
     def measured(self) -> bool:
@@ -74,13 +77,16 @@ class Rates:
     def restore(self, codec: int, dtype: str) -> float:
         """Bytes of KV restored per second: reading and decoding go on at the same time."""
         rate = self.of(codec, dtype)
-        return min(self.read * rate.ratio, self.cores * rate.decode)
+        decoded = self.cores * rate.decode
+        return decoded if self.cached else min(self.read * rate.ratio, decoded)
 
     def explain(self, codec: int, dtype: str) -> str:
         """How :meth:`restore` comes about, for people."""
         rate = self.of(codec, dtype)
         known = "" if self.read_measured else " assumed"
         cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        if self.cached:
+            return f"from the page cache; {cores} decode {self.cores * rate.decode / 1e9:.3g} GB/s"
         return (
             f"the target reads {self.read / 1e9:.3g} GB/s{known}, x {rate.ratio:.2f}; "
             f"{cores} decode {self.cores * rate.decode / 1e9:.3g} GB/s"

@@ -157,6 +157,9 @@ class _Members:
                 secret=self._secret,
                 counts=policy.counts,
             )
+        cached = self._page_cache and tier.direct_io == "auto"
+        if cached:
+            policy.expect_cached()
         return BlockStore(
             namespace,
             [target_of(tier)],
@@ -166,7 +169,7 @@ class _Members:
             integrity_key=self._secret,
             codecs=policy,
             quiet=True,
-            page_cache=self._page_cache and tier.direct_io == "auto",
+            page_cache=cached,
         )
 
 
