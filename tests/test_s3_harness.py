@@ -35,6 +35,7 @@ def read(client: Any, bucket: str, **options: Any) -> bytes:
     return found
 
 
+@pytest.mark.full
 def test_server_keeps_what_was_written_when_it_is_killed(s3: S3Server, bucket: str) -> None:
     s3.client().put_object(Bucket=bucket, Key="a/b", Body=BODY)
     s3.restart()
@@ -42,6 +43,7 @@ def test_server_keeps_what_was_written_when_it_is_killed(s3: S3Server, bucket: s
     assert s3.objects(bucket) == {"a/b": len(BODY)}
 
 
+@pytest.mark.full
 def test_server_knows_who_may_do_what(s3: S3Server, bucket: str) -> None:
     with pytest.raises(botocore.exceptions.ClientError, match="AccessDenied"):
         s3.client(READER_KEY).put_object(Bucket=bucket, Key="a/b", Body=b"")
@@ -51,6 +53,7 @@ def test_server_knows_who_may_do_what(s3: S3Server, bucket: str) -> None:
         s3.client().put_object(Bucket="no-such-bucket", Key="a/b", Body=b"")
 
 
+@pytest.mark.full
 def test_server_honours_conditions(s3: S3Server, bucket: str) -> None:
     client = s3.client()
     first = client.put_object(Bucket=bucket, Key="lease", Body=b"1", IfNoneMatch="*")["ETag"]
@@ -101,6 +104,7 @@ def test_proxy_answers_instead_of_the_server(proxy: S3Proxy, client: Any, bucket
         client.list_objects_v2(Bucket=bucket)
 
 
+@pytest.mark.full
 def test_proxy_cuts_connections(s3: S3Server, proxy: S3Proxy, client: Any, bucket: str) -> None:
     proxy.faults(Fault("reset", verb="PUT", match="/one$"), Fault("lose", verb="PUT"))
     for key in ("one", "a/b"):
@@ -121,6 +125,7 @@ def test_proxy_spoils_bodies(proxy: S3Proxy, client: Any, bucket: str) -> None:
         read(client, bucket, **plain)
 
 
+@pytest.mark.full
 def test_proxy_stalls_until_it_is_told_to_go_on(proxy: S3Proxy, client: Any, bucket: str) -> None:
     client.put_object(Bucket=bucket, Key="a/b", Body=BODY)
     proxy.faults(Fault("stall", verb="GET", times=1))

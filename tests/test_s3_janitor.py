@@ -229,10 +229,46 @@ def test_orphans_are_collected_when_they_are_old(
     first.close()
     assert shelf.segments() == 2
     monkeypatch.setattr(janitor_module, "ORPHAN_S", -5.0)
-    report = janitor().run_once()
+    monkeypatch.setattr(janitor_module, "_ORPHANS_EVERY_S", -1.0)
+    one = janitor()
+    one.run_once()
+    # Not at the first look: a listing may have left something out.
+    assert shelf.segments() == 2
+    report = one.run_once()
     assert shelf.segments() == 1
     assert report.trimmed_bytes > BLOCK
     assert shelf.held() == [0]
+
+
+def test_listing_without_names_is_not_believed(
+    shelf: Shelf, janitor: Any, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor_module, "ORPHAN_S", -5.0)
+    monkeypatch.setattr(janitor_module, "_ORPHANS_EVERY_S", -1.0)
+    first = shelf.segment([0])
+    for number in range(1, 4):
+        shelf.segment([number], named=False)
+    one = janitor()
+    for _ in range(3):
+        report = one.run_once()
+    assert shelf.segments() == 4
+    assert "too many" in report.problems[0]
+    assert first in shelf.feed()
+
+
+def test_slice_that_is_damaged_on_the_way_is_read_again(
+    shelf: Shelf, janitor: Any, proxy: S3Proxy
+) -> None:
+    shelf.segment([0, 1])
+    proxy.faults(Fault("corrupt", verb="GET", match="feed/", times=1, at=4096 + 3))
+    report = janitor().run_once()
+    assert (report.problems, report.records, report.segments_removed) == ([], 2, 0)
+    shelf.segment([2])
+    proxy.faults(Fault("corrupt", verb="GET", match="feed/", at=4096 + 3))
+    janitor().run_once()
+    proxy.faults()
+    # What it cannot read it leaves alone.
+    assert shelf.held() == [0, 1, 2]
 
 
 def test_one_node_at_a_time(shelf: Shelf, janitor: Any) -> None:
@@ -250,7 +286,7 @@ def test_one_node_at_a_time(shelf: Shelf, janitor: Any) -> None:
 @pytest.mark.parametrize(
     "requests",
     [
-        number if number in (10, 12, 14, 16) else pytest.param(number, marks=pytest.mark.full)
+        number if number in (11, 14) else pytest.param(number, marks=pytest.mark.full)
         for number in range(24)
     ],
 )

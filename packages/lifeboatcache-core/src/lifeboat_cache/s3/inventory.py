@@ -200,8 +200,11 @@ class Inventory:
             read = pool.map(lambda name: self._read(self._names.in_feed(held.directory, name)), new)
             for name, data in zip(new, read, strict=True):
                 self._on_step()
-                if data is not None:
-                    self._take_in(held, name, data)
+                if data is not None and not self._take_in(held, name, data, certain=False):
+                    # It may have been damaged on the way only.
+                    again = self._read(self._names.in_feed(held.directory, name))
+                    if again is not None:
+                        self._take_in(held, name, again, certain=True)
         held.segments = dict(
             sorted(held.segments.items(), key=lambda item: (item[1].name.time, item[0]))
         )
@@ -227,14 +230,17 @@ class Inventory:
                 return None
             raise
 
-    def _take_in(self, held: HeldNamespace, name: FeedName, data: bytes) -> None:
+    def _take_in(self, held: HeldNamespace, name: FeedName, data: bytes, *, certain: bool) -> bool:
+        """Take in an object of a feed; false if it is damaged and that is not certain yet."""
         if name.kind == "gone":
             try:
                 held.gone[name] = unpack_gone(data)
             except FormatError as error:
+                if not certain:
+                    return False
                 held.problems.append(str(error))
                 held.gone[name] = []
-            return
+            return True
         try:
             if not held.digest:  # without a document, every slice says it, too
                 header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_JOURNAL, str(name))
@@ -243,21 +249,25 @@ class Inventory:
                     held.kin = kinship(None, held.digest)
             entries, bad = unpack_slice(data, held.digest, name)
         except FormatError as error:
+            if not certain:
+                return False
             held.problems.append(str(error))
             if name.kind == "dead":
                 held.dead[name] = np.zeros(0, dtype=ENTRY)
-                return
+                return True
             segment = held.segments.setdefault((name.writer, name.number), HeldSegment())
             segment.names[name] = len(data)
             segment.bad += 1
             # Written by a later release, or damaged on the way: what it holds is not known.
             segment.untouchable = str(error)
-            return
+            return True
+        if bad and not certain:
+            return False
         records = entries["kind"] == KIND_RECORD
         tombstones = entries[entries["kind"] == KIND_TOMBSTONE].copy()
         if name.kind == "dead":
             held.dead[name] = tombstones
-            return
+            return True
         segment = held.segments.setdefault((name.writer, name.number), HeldSegment())
         segment.names[name] = len(data)
         segment.bad += bad
@@ -270,6 +280,9 @@ class Inventory:
         new = segment.rows.at(mine["slot"].astype(np.int64)) < 0
         count = int(np.count_nonzero(new))
         segment.rows.add(mine[new], np.zeros(count, dtype=np.int64), name.time + _SLACK_S)
+        if bad and not len(segment.rows):
+            segment.untouchable = "none of its entries is intact"
+        return True
 
     @staticmethod
     def _mark(held: HeldNamespace) -> None:

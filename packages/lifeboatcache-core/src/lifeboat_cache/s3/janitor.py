@@ -39,6 +39,9 @@ ORPHAN_S = 6 * 3600.0
 #: Orphans are looked for at most this often.
 _ORPHANS_EVERY_S = 6 * 3600.0
 
+#: More than this part of all segments are no orphans: something is wrong with the listing.
+_MOST_ORPHANS = 0.5
+
 #: Nodes have heard of what was deleted after so many seconds.
 _TOLD_S = 2 * 86400.0
 
@@ -130,6 +133,7 @@ class BucketJanitor:
         self._writer = new_writer_id()  # of tombstones
         self._number = _FIRST_NUMBER
         self._orphans_at = float("-inf")
+        self._suspects: dict[str, set[str]] = {}
         self._doomed_left = 0
         self._report = JanitorReport()
 
@@ -356,14 +360,19 @@ class BucketJanitor:
         for held in self._inventory.namespaces.values():
             prefix = self._names.segments(held.directory)
             named = {self._names.segment(held.directory, *place) for place in held.segments}
-            orphans = [
-                found
-                for found in self._client.objects(prefix)
-                if found.key not in named and found.modified < oldest
-            ]
-            if orphans:
-                self._delete_objects([found.key for found in orphans])
-                self._report.trimmed_bytes += sum(found.size for found in orphans)
+            found = {one.key: one for one in self._client.objects(prefix)}
+            unnamed = {k for k in found.keys() - named if found[k].modified < oldest}
+            # Should a listing leave out what is there, the next one may not.
+            orphans = unnamed & self._suspects.get(held.directory, set())
+            self._suspects[held.directory] = unnamed
+            if len(orphans) > _MOST_ORPHANS * len(found) and held.segments:
+                self._report.problems.append(
+                    f"{len(orphans)} of {len(found)} segments of {held.directory[:12]} are named "
+                    "by nothing, which is too many to be true: run lifeboat-cache check"
+                )
+            elif orphans:
+                self._delete_objects(sorted(orphans))
+                self._report.trimmed_bytes += sum(found[key].size for key in orphans)
         self._client.forget_uploads(self._names.prefix, ORPHAN_S)
         self._orphans_at = now
 
