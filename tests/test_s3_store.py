@@ -143,6 +143,23 @@ def test_neighbours_are_read_with_few_requests(node: MakeNode, proxy: S3Proxy) -
     assert proxy.counts()["GET"] <= 2
 
 
+def test_much_is_read_with_large_requests(node: MakeNode, proxy: S3Proxy) -> None:
+    a = node("a")
+    a.keep()
+    a.upload()
+    proxy.forget()
+    proxy.faults(Fault("delay", verb="GET", match="segments/", seconds=0.2))
+    memory = np.zeros_like(CONTENT)
+    batch = BlockBatch(KEYS, BlockBuffers.from_buffers(list(memory)))
+    jobs = [a.store.load(batch) for _ in range(40)]
+    assert a.store.drain(60)
+    assert all((job.outcomes == Outcome.OK).all() for job in jobs)
+    assert (memory == CONTENT).all()
+    # 2.5 MiB in parts of 2 MiB as long as there are connections, and at once after that.
+    asked = [one for one in proxy.asked if "segments/" in one.path]
+    assert 40 <= len(asked) < 2 * 40
+
+
 def test_what_is_stored_later_is_found_by_those_who_run(node: MakeNode) -> None:
     a, b = node("a"), node("b")
     assert b.hits() == 0

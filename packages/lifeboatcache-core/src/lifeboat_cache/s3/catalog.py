@@ -168,11 +168,6 @@ class Catalog:
         finally:
             self._refreshing.release()
 
-    def hurry(self) -> None:
-        """Look at the feed at the next occasion: something may be new."""
-        self._pause_s = _SOON_S
-        self._next_at = min(self._next_at, time.monotonic() + _SOON_S)
-
     def _look(self, *, whole: bool) -> int:
         feed = self._names.feed(self._folder)
         begun = self._client.now()
@@ -253,7 +248,6 @@ class Catalog:
         """Take in a slice that this process has put."""
         self._store(name, data)
         self._add(name)
-        self.hurry()
 
     def forget(self, places: Sequence[_Place]) -> None:
         """Say that segments have been deleted."""

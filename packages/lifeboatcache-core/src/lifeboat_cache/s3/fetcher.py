@@ -1,9 +1,10 @@
 """Brings parts of objects to where the kernels read them.
 
 What a load reads from the bucket is cut into ranges: neighbouring records are one range, also
-with a little unused space between them, and large ranges are several requests. They are read in
-parallel into memory that looks like a file; then the load goes on as one from a disk does, and
-verifies and decodes from there.
+with a little unused space between them, and large ranges are several requests. A small load is
+spread over several connections, for time counts; of much that waits, requests are large. They are
+read in parallel into memory that looks like a file; then the load goes on as one from a disk
+does, and verifies and decodes from there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from lifeboat_cache.targets.direct import ALIGNMENT
 __all__ = ["Fetcher", "Source"]
 
 _log = logging.getLogger("lifeboat_cache")
+
+#: What is called with tasks.
+_Then = Callable[[list[IoTask]], None]
 
 #: Requests that are under way at the same time.
 _PARALLEL = 16
@@ -58,22 +62,40 @@ class Source:
 
 @dataclass
 class _Range:
-    """A part of an object, and the runs of a task that lie in it."""
+    """A part of an object, and the runs of tasks that lie in it."""
 
     source: Source
     begin: int
     end: int
-    runs: list[int]
+    runs: list[tuple[IoTask, int]]
     at: int = 0  # where it begins in the landing
 
 
 @dataclass(eq=False)
-class _Fetched:
-    """What is under way, or there, for one task."""
+class _Group:
+    """Tasks that are fetched together.
 
+    Attributes
+    ----------
+    landing
+        Where to.
+    ready, failed
+        See :meth:`Fetcher.fetch`.
+    left
+        Requests that are under way.
+    lost
+        What could not be read: task, first and last block, and what they are.
+    users
+        Tasks that have not been settled.
+    """
+
+    tasks: list[IoTask]
     landing: Landing
+    ready: _Then
+    failed: _Then
     left: int = 0
-    failed: list[tuple[int, int, Outcome]] = field(default_factory=list)
+    lost: list[tuple[IoTask, int, int, Outcome]] = field(default_factory=list)
+    users: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -94,13 +116,15 @@ class Fetcher:
         self._timeout_s = timeout_s
         self._area = LandingArea()
         self._pool = WorkerPool(_PARALLEL)
+        self._lock = threading.Lock()
+        self._under_way = 0  # requests, those that wait for their turn included
 
     def fetch(
         self,
         tasks: Sequence[IoTask],
         sources: Callable[[int], Source | None],
-        ready: Callable[[list[IoTask]], None],
-        failed: Callable[[list[IoTask]], None],
+        ready: _Then,
+        failed: _Then,
     ) -> None:
         """Fetch what tasks read, and hand each of them on.
 
@@ -116,24 +140,35 @@ class Fetcher:
             Called with tasks of which nothing was read; their outcomes are filled in.
         """
         deadline = time.monotonic() + self._timeout_s
-        for task in tasks:
-            # It is handed to the threads when the job has been planned long since.
-            task.progress = None
-            if not self._start(task, sources, deadline, ready, failed):
-                task.outcomes[:] = Outcome.UNAVAILABLE
-                failed([task])
+        first = 0
+        while first < len(tasks):
+            last = first + 1
+            # What has to wait for its turn anyway is asked for with few large requests.
+            room = _RANGE_BYTES - _bytes_of(tasks[first]) if self._under_way >= _PARALLEL else 0
+            while last < len(tasks) and _bytes_of(tasks[last]) <= room:
+                room -= _bytes_of(tasks[last])
+                last += 1
+            group = list(tasks[first:last])
+            first = last
+            for task in group:
+                # It is handed to the threads when the job has been planned long since.
+                task.progress = None
+            if not self._start(group, sources, deadline, ready, failed):
+                for task in group:
+                    task.outcomes[:] = Outcome.UNAVAILABLE
+                failed(group)
 
     def _start(
         self,
-        task: IoTask,
+        tasks: list[IoTask],
         sources: Callable[[int], Source | None],
         deadline: float,
-        ready: Callable[[list[IoTask]], None],
-        failed: Callable[[list[IoTask]], None],
+        ready: _Then,
+        failed: _Then,
     ) -> bool:
         if not self._health.may_try():
             return False
-        ranges = _ranges(task, sources)
+        ranges = _ranges(tasks, sources)
         size = 0
         for one in ranges:
             one.at = size
@@ -141,48 +176,47 @@ class Fetcher:
         landing = self._area.take(size, max(0.0, deadline - time.monotonic()))
         if landing is None:
             return False
-        fetched = _Fetched(landing)
+        group = _Group(tasks, landing, ready, failed, users=len(tasks))
         pieces: list[Callable[[], None]] = []
         for one in ranges:
-            _move(task, one, landing.fd)
+            _move(one, landing.fd)
             for first in range(one.begin, one.end, _RANGE_BYTES):
                 last = min(one.end, first + _RANGE_BYTES)
-                pieces.append(
-                    partial(self._piece, task, fetched, one, first, last, deadline, ready, failed)
-                )
-        fetched.left = len(pieces)
-        task.holds = (*task.holds, fetched)
+                pieces.append(partial(self._piece, group, one, first, last, deadline))
+        group.left = len(pieces)
+        for task in tasks:
+            task.holds = (*task.holds, group)
+        with self._lock:
+            self._under_way += len(pieces)
         self._pool.submit("load", pieces)
         return True
 
-    def _piece(
-        self,
-        task: IoTask,
-        fetched: _Fetched,
-        of: _Range,
-        first: int,
-        last: int,
-        deadline: float,
-        ready: Callable[[list[IoTask]], None],
-        failed: Callable[[list[IoTask]], None],
-    ) -> None:
-        outcome = self._read(fetched.landing, of, first, last, deadline)
-        with fetched.lock:
+    def _piece(self, group: _Group, of: _Range, first: int, last: int, deadline: float) -> None:
+        outcome = self._read(group.landing, of, first, last, deadline)
+        with self._lock:
+            self._under_way -= 1
+        with group.lock:
             if outcome is not None:
-                for run in of.runs:
+                for task, run in of.runs:
                     begin = int(task.runs[run, 2])
-                    fetched.failed.append((begin, begin + int(task.runs[run, 3]), outcome))
-            fetched.left -= 1
-            if fetched.left:
+                    group.lost.append((task, begin, begin + int(task.runs[run, 3]), outcome))
+            group.left -= 1
+            if group.left:
                 return
-        lost = np.zeros(task.outcomes.shape[0], dtype=bool)
-        for begin, end, _ in fetched.failed:
-            lost[begin:end] = True
-        if lost.all():
+        there: list[IoTask] = []
+        gone: list[IoTask] = []
+        for task in group.tasks:
+            lost = np.zeros(task.outcomes.shape[0], dtype=bool)
+            for whose, begin, end, _ in group.lost:
+                if whose is task:
+                    lost[begin:end] = True
+            (gone if lost.all() else there).append(task)
+        for task in gone:
             self.settle(task)
-            failed([task])
-        else:
-            ready([task])
+        if gone:
+            group.failed(gone)
+        if there:
+            group.ready(there)
 
     def _read(
         self, landing: Landing, of: _Range, first: int, last: int, deadline: float
@@ -207,14 +241,18 @@ class Fetcher:
 
     def settle(self, task: IoTask) -> None:
         """Take in that a task is over: what could not be fetched was not read, whatever it says."""
-        found = [one for one in task.holds if isinstance(one, _Fetched)]
-        if not found:
+        group = next((one for one in task.holds if isinstance(one, _Group)), None)
+        if group is None:
             return
-        task.holds = tuple(one for one in task.holds if not isinstance(one, _Fetched))
-        for one in found:
-            for begin, end, outcome in one.failed:
+        task.holds = tuple(one for one in task.holds if one is not group)
+        for whose, begin, end, outcome in group.lost:
+            if whose is task:
                 task.outcomes[begin:end] = outcome
-            self._area.give_back(one.landing)
+        with group.lock:
+            group.users -= 1
+            over = not group.users
+        if over:
+            self._area.give_back(group.landing)
 
     def tidy(self) -> None:
         """Give memory back that was not used for a while."""
@@ -225,29 +263,34 @@ class Fetcher:
         self._pool.stop()
 
 
-def _ranges(task: IoTask, sources: Callable[[int], Source | None]) -> list[_Range]:
-    """What a task reads from objects, neighbours together."""
+def _bytes_of(task: IoTask) -> int:
+    return int(task.lengths.sum())
+
+
+def _ranges(tasks: Sequence[IoTask], sources: Callable[[int], Source | None]) -> list[_Range]:
+    """What tasks read from objects, neighbours together."""
     found: list[_Range] = []
     before = 0
-    for number, (fd, _, first, count) in enumerate(task.runs.tolist()):
-        source = sources(fd) if fd < -1 else None
-        if source is None:
-            continue
-        begin = int(task.offsets[first])
-        end = int(task.offsets[first + count - 1] + task.lengths[first + count - 1])
-        last = found[-1] if found else None
-        if last is not None and fd == before and 0 <= begin - last.end <= _GAP_BYTES:
-            last.end = end
-            last.runs.append(number)
-        else:
-            found.append(_Range(source, begin, end, [number]))
-        before = fd
+    for task in tasks:
+        for number, (fd, _, first, count) in enumerate(task.runs.tolist()):
+            source = sources(fd) if fd < -1 else None
+            if source is None:
+                continue
+            begin = int(task.offsets[first])
+            end = int(task.offsets[first + count - 1] + task.lengths[first + count - 1])
+            last = found[-1] if found else None
+            if last is not None and fd == before and 0 <= begin - last.end <= _GAP_BYTES:
+                last.end = end
+                last.runs.append((task, number))
+            else:
+                found.append(_Range(source, begin, end, [(task, number)]))
+            before = fd
     return found
 
 
-def _move(task: IoTask, of: _Range, fd: int) -> None:
-    """Have a task read from a landing what lies in a range."""
-    for run in of.runs:
+def _move(of: _Range, fd: int) -> None:
+    """Have tasks read from a landing what lies in a range."""
+    for task, run in of.runs:
         first, count = int(task.runs[run, 2]), int(task.runs[run, 3])
         task.offsets[first : first + count] += of.at - of.begin
         task.runs[run, 0] = fd
