@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +72,17 @@ class _Range:
     at: int = 0  # where it begins in the landing
 
 
+@dataclass(frozen=True, eq=False)
+class _Wait:
+    """A task that waits for memory; see :meth:`Fetcher.fetch`."""
+
+    task: IoTask
+    sources: Callable[[int], Source | None]
+    deadline: float
+    ready: _Then
+    failed: _Then
+
+
 @dataclass(eq=False)
 class _Group:
     """Tasks that are fetched together.
@@ -117,7 +129,8 @@ class Fetcher:
         self._area = LandingArea()
         self._pool = WorkerPool(_PARALLEL)
         self._lock = threading.Lock()
-        self._under_way = 0  # requests, those that wait for their turn included
+        self._under_way = 0  # requests
+        self._waiting: deque[_Wait] = deque()
 
     def fetch(
         self,
@@ -140,41 +153,58 @@ class Fetcher:
             Called with tasks of which nothing was read; their outcomes are filled in.
         """
         deadline = time.monotonic() + self._timeout_s
-        first = 0
-        while first < len(tasks):
-            last = first + 1
-            # What has to wait for its turn anyway is asked for with few large requests.
-            room = _RANGE_BYTES - _bytes_of(tasks[first]) if self._under_way >= _PARALLEL else 0
-            while last < len(tasks) and _bytes_of(tasks[last]) <= room:
-                room -= _bytes_of(tasks[last])
-                last += 1
-            group = list(tasks[first:last])
-            first = last
-            for task in group:
-                # It is handed to the threads when the job has been planned long since.
-                task.progress = None
-            if not self._start(group, sources, deadline, ready, failed):
-                for task in group:
-                    task.outcomes[:] = Outcome.UNAVAILABLE
-                failed(group)
+        for task in tasks:
+            # It is handed to the threads when the job has been planned long since.
+            task.progress = None
+        with self._lock:
+            self._waiting.extend(_Wait(task, sources, deadline, ready, failed) for task in tasks)
+        self._go_on()
 
-    def _start(
-        self,
-        tasks: list[IoTask],
-        sources: Callable[[int], Source | None],
-        deadline: float,
-        ready: _Then,
-        failed: _Then,
-    ) -> bool:
-        if not self._health.may_try():
-            return False
+    def _go_on(self) -> None:
+        """Start what waits, as far as there is memory; give up what has waited too long.
+
+        To be called whenever something waits or memory has become free. While anything
+        waits something is under way, and that ends before long.
+        """
+        while True:
+            with self._lock:
+                group = self._next()
+            if group is None:
+                return
+            late = time.monotonic() >= group[0].deadline
+            if late or not self._health.may_try() or not self._start(group):
+                tasks = [one.task for one in group]
+                for task in tasks:
+                    task.outcomes[:] = Outcome.UNAVAILABLE
+                group[0].failed(tasks)
+
+    def _next(self) -> list[_Wait] | None:
+        """What to start now; under the lock."""
+        if not self._waiting or not self._area.free:
+            return None
+        group = [self._waiting.popleft()]
+        # What has to wait for its turn anyway is asked for with few large requests.
+        room = _RANGE_BYTES - _bytes_of(group[0].task) if self._under_way >= _PARALLEL else 0
+        while self._waiting:
+            other = self._waiting[0]
+            if other.ready != group[0].ready or _bytes_of(other.task) > room:
+                break
+            room -= _bytes_of(other.task)
+            group.append(self._waiting.popleft())
+        return group
+
+    def _start(self, waited: list[_Wait]) -> bool:
+        tasks, sources = [one.task for one in waited], waited[0].sources
+        deadline, ready, failed = waited[0].deadline, waited[0].ready, waited[0].failed
         ranges = _ranges(tasks, sources)
         size = 0
         for one in ranges:
             one.at = size
             size += -(-(one.end - one.begin) // ALIGNMENT) * ALIGNMENT
-        landing = self._area.take(size, max(0.0, deadline - time.monotonic()))
-        if landing is None:
+        try:
+            landing = self._area.take(size)
+        except OSError as exc:  # no memory, or no descriptors
+            _log.warning("LifeboatCache: no memory for a load from a bucket: %s", exc)
             return False
         group = _Group(tasks, landing, ready, failed, users=len(tasks))
         pieces: list[Callable[[], None]] = []
@@ -253,6 +283,7 @@ class Fetcher:
             over = not group.users
         if over:
             self._area.give_back(group.landing)
+            self._go_on()
 
     def tidy(self) -> None:
         """Give memory back that was not used for a while."""

@@ -12,10 +12,9 @@ import time
 __all__ = ["Landing", "LandingArea"]
 
 #: What is under way may take so many bytes.
-_LIMIT_BYTES = 512 << 20
+_LIMIT_BYTES = 128 << 20
 
-#: What is kept for the next use; new memory costs page faults.
-_KEPT_BYTES = 128 << 20
+#: Memory is kept so long for the next use: new one costs page faults.
 _KEPT_S = 30.0
 
 _LEAST_BYTES = 1 << 20
@@ -55,19 +54,25 @@ class LandingArea:
 
     def __init__(self, limit: int = _LIMIT_BYTES) -> None:
         self._limit = limit
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._used = 0
         self._idle: list[Landing] = []
 
-    def take(self, size: int, patience_s: float) -> Landing | None:
-        """Memory for ``size`` bytes; ``None`` if none becomes free in time."""
+    @property
+    def free(self) -> bool:
+        """Whether there is memory to be had."""
+        return self._used < self._limit
+
+    def take(self, size: int) -> Landing:
+        """Memory for ``size`` bytes, also if it is more than is free.
+
+        Raises
+        ------
+        OSError
+            If the system has none.
+        """
         wanted = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
-        with self._changed:
-            free = self._changed.wait_for(
-                lambda: not self._used or self._used + wanted <= self._limit, patience_s
-            )
-            if not free:
-                return None
+        with self._lock:
             self._used += wanted
             for number in range(len(self._idle) - 1, -1, -1):
                 if self._idle[number].size == wanted:
@@ -75,31 +80,29 @@ class LandingArea:
         try:
             return Landing(wanted)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._used -= wanted
-                self._changed.notify_all()
             raise
 
     def give_back(self, landing: Landing) -> None:
         """Say that nothing uses a piece of memory any more."""
         now = time.monotonic()
         landing.idle_since = now
-        with self._changed:
+        with self._lock:
             self._used -= landing.size
             self._idle.append(landing)
-            kept = sum(one.size for one in self._idle)
+            kept = self._used + sum(one.size for one in self._idle)
             old: list[Landing] = []
-            while self._idle and (kept > _KEPT_BYTES or now - self._idle[0].idle_since > _KEPT_S):
+            while self._idle and kept > self._limit:
                 old.append(self._idle.pop(0))
                 kept -= old[-1].size
-            self._changed.notify_all()
         for one in old:
             one.close()
 
     def tidy(self) -> None:
         """Give memory back to the system that was not used for a while."""
         oldest = time.monotonic() - _KEPT_S
-        with self._changed:
+        with self._lock:
             old = [one for one in self._idle if one.idle_since < oldest]
             self._idle = [one for one in self._idle if one.idle_since >= oldest]
         for one in old:
