@@ -73,7 +73,7 @@ def ago(seconds: Any) -> str:
     """How long ago something was."""
     if not _finite(seconds):
         return "never"
-    return "now" if seconds < 3 else f"{format_duration(float(seconds))} ago"
+    return "now" if seconds < 3 else f"{duration(seconds)} ago"
 
 
 def moment(seconds: Any) -> str:
