@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import email.utils
 import re
 import threading
 import time
@@ -29,11 +30,11 @@ class Fault:
     ----------
     do
         ``delay``: it is answered ``seconds`` later. ``answer``: the server is not asked, and
-        ``status`` and ``code`` are the answer. ``reset``: the connection is cut without one.
-        ``lose``: the server does it, and the connection is cut before the answer. ``truncate``:
-        the connection is cut in the middle of the body of the answer. ``corrupt``: a byte of that
-        body is another one. ``stall``: after half of that body nothing comes, until the proxy is
-        told to go on.
+        ``status`` and ``code`` are the answer, of a server whose clock is ``seconds`` ahead.
+        ``reset``: the connection is cut without one. ``lose``: the server does it, and the
+        connection is cut before the answer. ``truncate``: the connection is cut in the middle of
+        the body of the answer. ``corrupt``: a byte of that body is another one. ``stall``: after
+        half of that body nothing comes, until the proxy is told to go on.
     verb
         Regular expression that the whole name of the operation matches (:attr:`Asked.verb`).
     match
@@ -383,6 +384,7 @@ def _answer(fault: Fault, asked: Asked, *, close: bool = False) -> bytes:
     end = b"Connection: close\r\n" if close else b""
     return (
         b"HTTP/1.1 %d Fault\r\nContent-Type: application/xml\r\n" % fault.status
+        + f"Date: {email.utils.formatdate(time.time() + fault.seconds, usegmt=True)}\r\n".encode()
         + b"Content-Length: %d\r\n" % len(body)
         + end
         + b"\r\n"
