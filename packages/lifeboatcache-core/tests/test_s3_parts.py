@@ -1,0 +1,167 @@
+"""Parts of the way to a bucket that need no server: pace, health, memory, names, errors."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lifeboat_cache.errors import FormatError, TargetError
+from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE
+from lifeboat_cache.s3.client import S3Client
+from lifeboat_cache.s3.errors import Fault, of_answer
+from lifeboat_cache.s3.health import Health
+from lifeboat_cache.s3.landing import LandingArea
+from lifeboat_cache.s3.names import FeedName, Names, parse_feed
+from lifeboat_cache.s3.pace import Pace
+from lifeboat_cache.s3.slices import pack_gone, pack_slice, unpack_gone, unpack_slice
+from lifeboat_cache.s3.traffic import verb_of
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_requests_are_kept_apart_after_a_server_asked_for_fewer_and_let_go_again() -> None:
+    clock = Clock()
+    pace = Pace(clock, clock.sleep)
+    assert pace.wait()
+    assert clock.now == 100.0
+    pace.slower()
+    pace.slower()
+    before = clock.now
+    assert pace.wait()
+    assert pace.wait()
+    assert clock.now - before > pace.pause_s
+    assert not pace.wait(deadline=clock.now)
+    for _ in range(20):
+        pace.good()
+    assert pace.pause_s == 0.0
+
+
+def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while() -> None:
+    clock = Clock()
+    health = Health(clock)
+    health.bad("one")
+    assert health.may_try()
+    health.bad("two")
+    assert not health.may_try()
+    clock.now += 1.0
+    # One of many finds out.
+    assert [health.may_try() for _ in range(5)] == [True, False, False, False, False]
+    assert health.problem == "two"
+    health.good()
+    assert health.may_try()
+    assert health.problem == ""
+
+
+def test_memory_for_reads_is_used_again_and_bounded() -> None:
+    area = LandingArea(limit=4 << 20)
+    first = area.take(3 << 20)
+    assert first.size == 4 << 20
+    free = [area.free]
+    area.give_back(first)
+    free.append(area.free)
+    assert free == [False, True]
+    assert area.take(4 << 20) is first
+    area.give_back(first)
+    other = area.take(1 << 20)
+    area.give_back(other)
+    assert area.take(1 << 20) is other  # the larger one made room
+    area.give_back(other)
+
+
+def test_names_in_a_feed_are_read_back_and_sorted_by_time() -> None:
+    names = [FeedName(time, bytes(16), 7, 4096) for time in (5, 1_800_000_000, 1_700_000_000)]
+    assert [parse_feed(str(name)) for name in names] == names
+    assert sorted(names, key=str) == sorted(names, key=lambda name: name.time)
+    for text in ("x", str(names[0]) + "x", str(names[0]).replace(".journal", ".other")):
+        assert parse_feed(text) is None
+    assert Names.of("/a/b/").feed("f" * 32) == f"a/b/{'f' * 32}/feed/"
+    assert Names.of("").marker == "lifeboat-cache.json"
+
+
+def entries() -> Any:
+    found = np.zeros(3, dtype=ENTRY)
+    found["segment"], found["stored_length"], found["slot"] = 7, 4096, (0, 1, 2)
+    found["offset"] = (4096, 8192, 12288)
+    found["kind"] = (KIND_RECORD, KIND_RECORD, KIND_TOMBSTONE)
+    return found
+
+
+def test_a_slice_holds_what_lies_in_its_segment_and_nothing_else() -> None:
+    namespace, writer = bytes(range(32)), bytes(range(16))
+    data = pack_slice(namespace, writer, 7, entries())
+    whole = FeedName(1, writer, 7, 12288)
+    found, bad = unpack_slice(data, namespace, whole)
+    assert found["slot"].tolist() == [0, 1, 2]
+    assert bad == 0
+    # The second record ends behind this segment.
+    found, bad = unpack_slice(data, namespace, FeedName(1, writer, 7, 8192))
+    assert found["slot"].tolist() == [0, 2]
+    assert bad == 1
+    flipped = bytearray(data)
+    flipped[4096 + 60] ^= 1
+    found, bad = unpack_slice(bytes(flipped), namespace, whole)
+    assert found["slot"].tolist() == [1, 2]
+    assert bad == 1
+    for name, of in ((FeedName(1, writer, 8, 12288), namespace), (whole, bytes(32))):
+        with pytest.raises(FormatError, match="another segment"):
+            unpack_slice(data, of, name)
+
+
+def test_a_list_of_what_is_gone_is_read_back() -> None:
+    places = [(bytes(16), 3), (bytes(range(16)), 4)]
+    assert unpack_gone(pack_gone(places)) == places
+    for damaged in (b"", b"{}", b'{"segments": [["zz", 1]]}', b"[" * 100_000):
+        with pytest.raises(FormatError):
+            unpack_gone(damaged)
+
+
+def test_operations_are_counted_as_what_they_cost() -> None:
+    counted = {
+        "PutObject": "put",
+        "UploadPart": "put",
+        "CompleteMultipartUpload": "put",
+        "AbortMultipartUpload": "delete",
+        "GetObject": "get",
+        "HeadBucket": "get",
+        "ListObjectsV2": "list",
+        "ListMultipartUploads": "list",
+        "DeleteObjects": "delete",
+    }
+    assert {name: verb_of(name) for name in counted} == counted
+
+
+def test_errors_are_told_apart_by_what_to_do() -> None:
+    assert of_answer("b", 503, "SlowDown").fault is Fault.THROTTLED
+    assert of_answer("b", 404, "NoSuchBucket").fault is Fault.BUCKET
+    assert of_answer("b", 404, "").fault is Fault.MISSING
+    assert of_answer("b", 403, "RequestTimeTooSkewed").fault is Fault.CLOCK
+    late = of_answer("b", 403, "SignatureDoesNotMatch", skew_s=-86_400.0)
+    assert late.fault is Fault.CLOCK
+    assert "86400 s behind the server's" in str(late)
+    assert of_answer("b", 403, "AccessDenied", skew_s=2.0).fault is Fault.DENIED
+    assert of_answer("b", 500, "Whatever").passing
+
+
+def test_without_boto3_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "boto3":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(TargetError, match=r"pip install 'lifeboatcache-core\[s3\]'"):
+        S3Client("bucket")
