@@ -229,10 +229,11 @@ def test_storage_that_does_not_answer_is_given_up(
     tokens = prompt(91, 300)
     stored(rig, tokens)
     with rig() as second:
-        monkeypatch.setattr(sglang_mlx_read, "PATIENCE_S", 0.05)
+        monkeypatch.setattr(sglang_mlx_read, "PATIENCE_S", 3600.0)
         monkeypatch.setattr(second.store, "load", lambda batch, done: Job("load", batch, done))
         request = second.arrive(tokens)
         assert not second.poll(request)
+        monkeypatch.setattr(sglang_mlx_read, "PATIENCE_S", -1.0)
         second.wait(request)
         assert request.loaded == 0
         assert second.begin(request) == 0
