@@ -303,7 +303,7 @@ def _ranges(tasks: Sequence[IoTask], sources: Callable[[int], Source | None]) ->
     found: list[_Range] = []
     before = 0
     for task in tasks:
-        for number, (fd, _, first, count) in enumerate(task.runs.tolist()):
+        for number, (fd, _, first, count, *_) in enumerate(task.runs.tolist()):
             source = sources(fd) if fd < -1 else None
             if source is None:
                 continue
