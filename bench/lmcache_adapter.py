@@ -19,10 +19,9 @@ import argparse
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,16 @@ from typing import Any
 from devkit.places import dev_home
 from lmcache_rig import PLUGIN, Driver, Memory, desc, keys
 from raw_process import RawProcess
+from side_by_side import Samples, SideBySide, say
 
 from lifeboat_cache.bench import (
     LEAST_PAIRS,
     Report,
-    compare,
     forget_pages,
     machine_use,
     ready_kernels,
-    rotated,
     without_kernels,
 )
-
-_MEDIUM, _CACHED, _MEMORY = "the medium", "preadv from the page cache", "memcpy"
 
 #: Objects and their shape, by the name of their size; all of 256 tokens in bf16.
 _SIZES = {"16MiB": (64, (2, 16, 256, 1024)), "1MiB": (256, (2, 4, 64, 1024))}
@@ -61,12 +57,12 @@ _PEERS: dict[str, dict[str, Any]] = {
     "fs_native fp8": {"type": "fs_native", "use_odirect": True, "serde": {"type": "fp8"}},
 }
 
-_OURS = ("raw", "lossless", "fp8", "lbq4", "auto")
+_CODECS = ("raw", "lossless", "fp8", "lbq4", "auto")
 
+#: Ours, by their codecs, with O_DIRECT and through the page cache.
+_OURS = (*_CODECS, *(f"{codec} buffered" for codec in _CODECS))
 
-def say(text: str) -> None:
-    """Tell whoever runs the benchmark what is going on."""
-    print(f"[bench] {text}", file=sys.stderr, flush=True)
+_METRICS = (("store", "GB/s"), ("load cold", "GB/s"), ("load hot", "GB/s"), ("stored", "bytes"))
 
 
 class _Party:
@@ -92,9 +88,13 @@ class _Party:
         described = _PEERS.get(self.name)
         if described is None:
             config = self.place / "lifeboat.yaml"
+            codec, _, buffered = self.name.partition(" ")
             config.write_text(
-                f"storage: {{fallback_local: {{path: {self.place / 'kv'}, min_free_gb: 1}}}}\n"
-                f"compression: {{ladder: {{local: {self.name}}}}}\n"
+                "storage:\n"
+                f"  tiers: [{{name: bench, type: filesystem, path: {self.place / 'kv'},"
+                f" min_free_gb: 1, direct_io: {'off' if buffered else 'auto'}}}]\n"
+                "  fallback_local: {enabled: false}\n"
+                f"compression: {{ladder: {{local: {codec}}}}}\n"
                 "agent: {autostart: false}\n"
             )
             config.chmod(0o600)
@@ -116,23 +116,40 @@ class _Party:
 
     def run(self, what: str, objects: Sequence[Any], names: Sequence[Any], flight: int) -> float:
         """Seconds to store or load all objects, some tasks at a time."""
-        driver, adapter = self.driver, self.driver.adapter
+        adapter = self.driver.adapter
+        store = what == "store"
+        submit = adapter.submit_store_task if store else adapter.submit_load_task
         step = len(objects) // _TASKS
         waiting = deque(range(0, len(objects), step))
-        under_way: deque[tuple[int, int]] = deque()
+        under_way: set[int] = set()
         begin = time.perf_counter()
         while waiting or under_way:
             while waiting and len(under_way) < flight:
                 at = waiting.popleft()
-                mine, ones = list(names[at : at + step]), list(objects[at : at + step])
-                submit = adapter.submit_store_task if what == "store" else adapter.submit_load_task
-                under_way.append((submit(mine, ones), step))
-            task, count = under_way.popleft()
-            if what == "store":
-                assert driver.stored(task).is_successful()
-            else:
-                assert driver.loaded(task).popcount() == count
+                under_way.add(submit(list(names[at : at + step]), list(objects[at : at + step])))
+            under_way -= self._stored(under_way) if store else self._loaded(under_way, step)
         return time.perf_counter() - begin
+
+    def _stored(self, tasks: set[int]) -> set[int]:
+        """Wait until some tasks have ended."""
+        adapter = self.driver.adapter
+        ended = self.driver.wait(
+            adapter.get_store_event_fd(), lambda: adapter.pop_completed_store_tasks() or None
+        )
+        assert set(ended) <= tasks
+        assert all(result.is_successful() for result in ended.values())
+        return set(ended)
+
+    def _loaded(self, tasks: set[int], count: int) -> set[int]:
+        adapter = self.driver.adapter
+
+        def ask() -> dict[int, Any] | None:
+            answers = {task: adapter.query_load_result(task) for task in tasks}
+            return {task: got for task, got in answers.items() if got is not None} or None
+
+        ended = self.driver.wait(adapter.get_load_event_fd(), ask)
+        assert all(got.popcount() == count for got in ended.values())
+        return set(ended)
 
     def ready(self, names: Sequence[Any], layout: Any) -> None:
         """Wait until the adapter knows what is there."""
@@ -172,92 +189,41 @@ def measure(
     names = keys(count)
     sources = memory.filled(names, layout)
     targets = memory.objects(names, layout)
-    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     place = Path(tempfile.mkdtemp(prefix="lmcache_adapter-", dir=root))
     made: dict[str, _Party] = {}
+
+    def once(who: str, _turn: int, found: Samples) -> None:
+        one = made[who]
+        # As LMCache does before it stores; it also opens the store.
+        assert not one.driver.lookup(list(names), {0: layout})
+        seconds = one.run("store", sources, names, flight)
+        found["store"].append(moved / seconds / 1e9)
+        found["stored"].append(float(one.stored()))
+        one.reopen()
+        one.ready(names, layout)
+        forget_pages(one.place)
+        for what in ("load cold", "load hot"):
+            seconds = one.run("load", targets, names, flight)
+            found[what].append(moved / seconds / 1e9)
+        one.empty()
+
     try:
         for number, party in enumerate(parties):
             made[party] = _Party(party, place / f"party-{number}", memory)
         block = min(size, 1 << 20)
         with RawProcess(place / "raw", size=moved, block=block, depth=_DEPTH) as raw:
-            for turn in range(-1, rounds):  # the first round is thrown away
-                if turn == 0:
-                    samples.clear()
-                for who in rotated([*parties, _MEDIUM], turn):
-                    found = samples[who]
-                    if who == _MEDIUM:
-                        for what, operation, limit in (
-                            ("store", "write", _MEDIUM),
-                            ("load cold", "read", _MEDIUM),
-                            ("load hot", "read_cached", _CACHED),
-                            ("load hot", "copy", _MEMORY),
-                        ):
-                            seconds = raw.run(operation, lambda: time.sleep(0.001))
-                            samples[limit][what].append(moved / seconds / 1e9)
-                        continue
-                    one = made[who]
-                    # As LMCache does before it stores; it also opens the store.
-                    assert not one.driver.lookup(list(names), {0: layout})
-                    seconds = one.run("store", sources, names, flight)
-                    found["store"].append(moved / seconds / 1e9)
-                    found["stored"].append(float(one.stored()))
-                    one.reopen()
-                    one.ready(names, layout)
-                    forget_pages(one.place)
-                    seconds = one.run("load", targets, names, flight)
-                    found["load cold"].append(moved / seconds / 1e9)
-                    seconds = one.run("load", targets, names, flight)
-                    found["load hot"].append(moved / seconds / 1e9)
-                    one.empty()
-            direct = ", O_DIRECT" if raw.direct else ", buffered"
+            both = SideBySide(raw, moved, write="store", cold="load cold", hot="load hot")
+            both.run(parties, rounds, once)
     finally:
         for one in made.values():
             one.close()
         memory.free()
         memory.close()
         shutil.rmtree(place, ignore_errors=True)
-    _report(report, f"{count} x {name}, {flight} in flight", samples, parties, direct)
-
-
-def _report(
-    report: Report,
-    case: str,
-    samples: dict[str, dict[str, list[float]]],
-    parties: Sequence[str],
-    direct: str,
-) -> None:
-    names = {_MEDIUM: f"pread and pwrite{direct}"}
-    peers: list[str | None] = [party for party in parties if party in _PEERS]
+    peers = [party for party in parties if party in _PEERS]
     for ours in (party for party in parties if party in _OURS):
-        for metric, unit in (
-            ("store", "GB/s"),
-            ("load cold", "GB/s"),
-            ("load hot", "GB/s"),
-            ("stored", "bytes"),
-        ):
-            limits: list[str | None] = [
-                who for who in (_MEDIUM, _CACHED, _MEMORY) if metric in samples[who]
-            ]
-            wide = max(len(peers), len(limits), 1)
-            pairs = zip(
-                (peers or [None]) + [None] * (wide - max(1, len(peers))),
-                (limits or [None]) + [None] * (wide - max(1, len(limits))),
-                strict=True,
-            )
-            for peer, limit in pairs:
-                report.add(
-                    compare(
-                        "lmcache_adapter",
-                        f"{case}, {ours}{without_kernels()}",
-                        metric,
-                        unit,
-                        samples[ours][metric],
-                        peer=None if peer is None else (peer, samples[peer][metric]),
-                        limit=None
-                        if limit is None
-                        else (names.get(limit, limit), samples[limit][metric]),
-                    )
-                )
+        case = f"{count} x {name}, {flight} in flight, {ours}{without_kernels()}"
+        both.report(report, "lmcache_adapter", case, ours, peers, _METRICS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,21 +29,27 @@ import tiny_llama
 from devkit.places import dev_home
 from raw_process import RawProcess
 from sglang_rig import BACKEND, Case, Rig, prepare
+from side_by_side import Samples, SideBySide, say
 
 from lifeboat_cache.bench import (
     LEAST_PAIRS,
     Report,
-    compare,
     forget_pages,
     machine_use,
     ready_kernels,
-    rotated,
     without_kernels,
 )
 from lifeboat_cache.integrations import sglang_identity
 
 _PEER = "HiCacheFile"
-_MEDIUM, _CACHED, _MEMORY = "the medium", "preadv from the page cache", "memcpy"
+
+_METRICS = (
+    ("set", "GB/s"),
+    ("get cold", "GB/s"),
+    ("get hot", "GB/s"),
+    ("exists, per page", "us"),
+    ("stored", "bytes"),
+)
 
 #: Tokens of a page, by the name of its size: of 32 layers with 8 KV heads of 128 in bf16.
 _SIZES = {"8MiB": 64, "128KiB": 1}
@@ -56,11 +60,6 @@ _BATCH = 128
 
 #: Threads of the raw limit, as ours has.
 _DEPTH = 8
-
-
-def say(text: str) -> None:
-    """Tell whoever runs the benchmark what is going on."""
-    print(f"[bench] {text}", file=sys.stderr, flush=True)
 
 
 class _Party:
@@ -187,65 +186,29 @@ def measure(
         layout=layout, tokens=tokens, pages=max(2, total // page), layers=32, heads=8, dim=128
     )
     moved = case.pages * page
-    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     place = Path(tempfile.mkdtemp(prefix="sglang_backend-", dir=root))
     try:
         with (
             _parties(case, place, codecs) as parties,
             RawProcess(place / "raw", size=moved, block=min(page, 1 << 20), depth=_DEPTH) as raw,
         ):
-            for turn in range(-1, rounds):  # the first round is thrown away
-                if turn == 0:
-                    samples.clear()
-                for who in rotated([*parties, _MEDIUM], turn):
-                    found = samples[who]
-                    if who == _MEDIUM:
-                        for what, operation, limit in (
-                            ("set", "write", _MEDIUM),
-                            ("get cold", "read", _MEDIUM),
-                            ("get hot", "read_cached", _CACHED),
-                            ("get hot", "copy", _MEMORY),
-                        ):
-                            seconds = raw.run(operation, lambda: time.sleep(0.001))
-                            samples[limit][what].append(moved / seconds / 1e9)
-                        continue
-                    party = parties[who]
-                    found["set"].append(moved / party.set(turn) / 1e9)
-                    found["stored"].append(float(party.stored()))
-                    found["get cold"].append(moved / party.get(turn, cold=True) / 1e9)
-                    found["get hot"].append(moved / party.get(turn, cold=False) / 1e9)
-                    found["exists, per page"].append(party.exists(turn) / case.pages * 1e6)
-                    party.empty()
-            direct = ", O_DIRECT" if raw.direct else ", buffered"
+
+            def once(who: str, turn: int, found: Samples) -> None:
+                party = parties[who]
+                found["set"].append(moved / party.set(turn) / 1e9)
+                found["stored"].append(float(party.stored()))
+                found["get cold"].append(moved / party.get(turn, cold=True) / 1e9)
+                found["get hot"].append(moved / party.get(turn, cold=False) / 1e9)
+                found["exists, per page"].append(party.exists(turn) / case.pages * 1e6)
+                party.empty()
+
+            both = SideBySide(raw, moved, write="set", cold="get cold", hot="get hot")
+            both.run(list(parties), rounds, once)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    names = {_MEDIUM: f"pread and pwrite{direct}"}
     for codec in codecs:
         label = f"{name} pages, {layout}, {codec}{without_kernels()}"
-        for metric, unit in (
-            ("set", "GB/s"),
-            ("get cold", "GB/s"),
-            ("get hot", "GB/s"),
-            ("exists, per page", "us"),
-            ("stored", "bytes"),
-        ):
-            limits: list[str | None] = [
-                who for who in (_MEDIUM, _CACHED, _MEMORY) if metric in samples[who]
-            ]
-            for beside in limits or [None]:
-                report.add(
-                    compare(
-                        "sglang_backend",
-                        label,
-                        metric,
-                        unit,
-                        samples[codec][metric],
-                        peer=(_PEER, samples[_PEER][metric]),
-                        limit=None
-                        if beside is None
-                        else (names.get(beside, beside), samples[beside][metric]),
-                    )
-                )
+        both.report(report, "sglang_backend", label, codec, [_PEER], _METRICS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
