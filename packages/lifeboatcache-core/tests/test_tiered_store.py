@@ -660,6 +660,28 @@ def test_stores_wait_until_a_target_is_usable(tiers: dict[str, Tier], open_ladde
     assert driver.lookup(range(2)) == [HIT, MISS]
 
 
+def test_a_close_right_after_a_target_has_opened_writes_what_waited_for_it(
+    tiers: dict[str, Tier], open_ladder: Open, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = TieredStore._release
+
+    def late(self: TieredStore, *, cancel: bool = False) -> None:
+        if threading.current_thread() is threading.main_thread():  # the keeper does not come to it
+            release(self, cancel=cancel)
+
+    monkeypatch.setattr(TieredStore, "_release", late)
+    tiers["nvme"].stop()
+    driver = open_ladder(tiers["nvme"], recovered=False)
+    memory = [np.full(4096, 7, dtype=np.uint8)]
+    job = driver.driven.store(BlockBatch(sample_keys([0]), BlockBuffers.from_buffers(memory)))
+    assert not job.done()
+    tiers["nvme"].go_on()
+    until(lambda: driver.driven.state is State.READY)
+    assert ladder_of(driver).close(10)
+    assert job.outcomes.tolist() == [OK]
+    assert held(tiers["nvme"], namespace, 1) == 1
+
+
 def test_without_any_usable_target_it_stands_down_until_there_is_one(
     tiers: dict[str, Tier], open_ladder: Open
 ) -> None:

@@ -443,6 +443,8 @@ class TieredStore:
                 refusal = None
                 self._pending += size
                 self._waiting.append((job, size))
+        if refusal is Outcome.DISABLED and self._ladder.store(job, self._members, self._mode):
+            return  # a target has become usable in the meantime
         if refusal is not None:
             job.outcomes[:] = refusal
             self._desk.finish_part(job)
@@ -525,8 +527,9 @@ class TieredStore:
             self._closed = True
         if not first:
             return self._desk.under_way == 0
-        if was is State.OPENING:
-            self._release(cancel=True)
+        # Where a target has just become usable, what waited for it is stored: the keeper, which
+        # would see to it at its next look, ends.
+        self._release(cancel=was is State.OPENING)
         quiet = self.drain(timeout)
         quiet = quiet or self.drain(timeout, cancel=True)
         self._copier.wait_idle(min(timeout, _FLUSH_S))
