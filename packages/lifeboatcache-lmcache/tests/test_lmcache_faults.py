@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from lmcache_rig import Driver, Memory, desc, keys, raw
+from lmcache_rig import Driver, Listener, Memory, desc, keys, raw
 from stored import stored_files
 
+from lifeboat_cache.config import load_config
+from lifeboat_cache.integrations import lmcache_keeper
+from lifeboat_cache.janitor import Janitor, JanitorPolicy
+from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import flip_byte
 
 Open = Callable[..., Driver]
@@ -110,6 +114,34 @@ def test_close_writes_what_is_queued(attach: Open, memory: Memory) -> None:
     assert second.lookup(every, {0: CHUNK}) == list(range(80))
     loaded = memory.objects(every, CHUNK)
     assert second.load(every, loaded) == list(range(80))
+
+
+def test_objects_of_before_a_restart_are_evicted_and_lmcache_hears_of_it(
+    attach: Open, memory: Memory, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmcache_keeper, "_TICK_S", 0.1)
+    monkeypatch.setattr(lmcache_keeper, "_COMPARE_S", 0.1)
+    stored_and_closed(attach, memory, count=32)
+    capacity = 16 * SIZE
+    path = home / "lifeboat.yaml"
+    path.write_text(
+        path.read_text().replace("min_free_gb: 1", f"min_free_gb: 1, capacity_gb: {capacity / 1e9}")
+    )
+    driver = attach()
+    listener = Listener()
+    driver.adapter.register_listener(listener)
+    mine = keys(32)
+    driver.lookup(keys(1, seed="any of this model"), {0: CHUNK})
+    until(lambda: driver.adapter.get_usage().total_bytes_used == 32 * SIZE)
+
+    (place,) = load_config().config.storage.places
+    policy = JanitorPolicy(young_s=0.0, grace_s=0.0, margin_bytes=0)
+    report = Janitor(FilesystemTarget.from_tier(place), policy=policy).run_once()
+    assert report.problems == []
+    until(lambda: driver.adapter.get_usage().total_bytes_used <= capacity)
+    there = driver.lookup(mine, {0: CHUNK})
+    assert 0 < len(there) <= 16
+    until(lambda: set(listener.deleted) == {mine[n] for n in range(32) if n not in there})
 
 
 def test_objects_without_memory_of_the_host_are_refused(attach: Open, memory: Memory) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import configparser
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lifeboat_cache.cli.parser import build_parser
 from lifeboat_cache.config import load_config
 from lifeboat_cache.doctor import DoctorContext
 from lifeboat_cache.errors import ConfigError
@@ -95,6 +99,31 @@ def test_a_server_listens_on_this_host_only_and_what_is_given_wins(home: Path) -
     assert given.count("--l2-adapter") == 2
     with pytest.raises(ConfigError, match="--port"):
         server_arguments(config, ["--port", "none"])
+
+
+def test_the_systemd_unit_of_the_docs_starts_what_there_is(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "lmcache.md").read_text()
+    unit = text.partition("```ini\n")[2].partition("```")[0]
+    parsed = configparser.ConfigParser(strict=True)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read_string(unit)
+    service = parsed["Service"]
+    for name in ("ExecStart", "ExecStartPost"):
+        command, *arguments = shlex.split(service[name])
+        assert Path(command).name == "lifeboat-cache"
+        assert build_parser().parse_args(arguments).func
+    checker = shutil.which("systemd-analyze")
+    if checker is None:
+        return
+    here = unit.replace(command, "/bin/true").replace("User=llm\n", "")
+    (tmp_path / "lmcache.service").write_text(here)
+    done = subprocess.run(
+        [checker, "verify", str(tmp_path / "lmcache.service")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "lmcache.service" not in done.stderr, done.stderr
 
 
 def test_a_lease_ends_with_its_process(home: Path) -> None:

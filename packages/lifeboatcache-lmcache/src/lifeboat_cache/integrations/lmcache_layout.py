@@ -21,8 +21,9 @@ from lifeboat_cache.interface import KVLayout, TensorLayout
 __all__ = ["MOST_PART_BYTES", "ObjectLayout", "ObjectLayouts"]
 
 #: Objects are stored in parts of whole layers that are not larger (unless a layer is):
-#: codecs work on one part at a time, in memory of a fixed size.
-MOST_PART_BYTES = 16 << 20
+#: codecs work on one part at a time, in memory of a fixed size, and while one part is restored
+#: the next are read.
+MOST_PART_BYTES = 4 << 20
 
 #: Elements that share a scale: those of a head, as far as can be told from ``hidden``.
 _WIDTHS = (128, 64)
