@@ -144,8 +144,12 @@ def test_the_page_cache_is_bypassed_only_where_that_is_asked_for(
     assert list(tmp_path.iterdir()) == []
 
 
+#: What these tests do themselves needs Linux.
+_NEED_LINUX = ("test_journal_reader.py::test_a_journal_that_cannot_be_read_now_is_read_later",)
 #: Without holes a segment goes as a whole, unless what is live in it can be copied.
-_NEEDS_HOLES = ("test_janitor_rewrite.py::test_keyed_records_are_copied_by_who_has_the_key_only",)
+_NEED_HOLES = ("test_janitor_rewrite.py::test_keyed_records_are_copied_by_who_has_the_key_only",)
+_NOT_HERE = (*_NEED_LINUX, *_NEED_HOLES)
+_WITHOUT_HOLES = ("test_target_filesystem.py", "test_janitor_rewrite.py")
 _QUICK = ("test_target_filesystem.py",)
 _ALL = (
     *_QUICK,
@@ -165,19 +169,20 @@ _ALL = (
 )
 
 
-def _run_like_macos(names: tuple[str, ...], kernels: str) -> None:
+def _run_like_macos(names: tuple[str, ...], kernels: str, holes: str = "on") -> None:
     paths = (TESTS / "children", ROOT / "tools", ROOT / "tests" / "support")
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "macos_like", "-m", "not full",
             "--no-header", *(str(TESTS / name) for name in names),
-            *(f"--deselect={(TESTS / name).relative_to(ROOT)}" for name in _NEEDS_HOLES),
+            *(f"--deselect={(TESTS / name).relative_to(ROOT)}" for name in _NOT_HERE),
         ],
         cwd=ROOT,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, sys.path)]),
             "LIFEBOAT_TEST_KERNELS": kernels,
+            "LIFEBOAT_TEST_HOLES": holes,
         },
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -196,3 +201,8 @@ def test_the_store_works_with_what_macos_has() -> None:
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_the_whole_store_works_with_what_macos_has(kernels: str) -> None:
     _run_like_macos(_ALL, kernels)
+
+
+@pytest.mark.full
+def test_the_store_works_without_holes() -> None:
+    _run_like_macos(_WITHOUT_HOLES, "off", "off")

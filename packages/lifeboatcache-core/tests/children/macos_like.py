@@ -1,6 +1,6 @@
 """A plugin of pytest that takes away what macOS does not have, as far as that can be done.
 
-No O_DIRECT, no advice about files, no holes, no memory files, no ``/proc``, no clock that goes
+No O_DIRECT, no advice about files, no memory files, no ``/proc``, no clock that goes
 on in sleep by Linux's name; processes and mounts are told by what
 ``lifeboat_cache.darwin`` answers, for which Linux gives the facts here. What stays Linux's: the
 C library, its error numbers, and the machine code of kernels.
@@ -27,7 +27,6 @@ _LACKING: tuple[tuple[Any, tuple[str, ...]], ...] = (
             "pidfd_open",
             "pipe2",
             "posix_fadvise",
-            "posix_fallocate",
             "sched_getaffinity",
             "sched_setaffinity",
         ),
@@ -49,6 +48,9 @@ def _started(pid: int) -> int | None:
 
 _OPEN = builtins.open
 
+#: HFS+ has no holes, and APFS does.
+_HOLES = os.environ.get("LIFEBOAT_TEST_HOLES") != "off"
+
 
 def _hides(path: object) -> bool:
     return isinstance(path, (str, Path)) and str(path).startswith("/proc")
@@ -61,6 +63,23 @@ def _without_proc(function: Any) -> Any:
         return function(path, *args, **options)
 
     return call
+
+
+def _punch(fd: int, offset: int, length: int) -> bool:
+    """As APFS does: whole blocks only."""
+    from lifeboat_cache.targets import holes
+
+    begin, end = -(-offset // 4096) * 4096, (offset + length) // 4096 * 4096
+    if not _HOLES:
+        return False
+    return end <= begin or holes._call(fd, 3, begin, end - begin)
+
+
+def _take(fd: int, length: int) -> bool:
+    """As APFS does: behind what the file has."""
+    from lifeboat_cache.targets import holes
+
+    return _HOLES and holes._call(fd, 1, os.fstat(fd).st_blocks * 512, length)
 
 
 def _take_away() -> None:
@@ -76,8 +95,8 @@ def _take_away() -> None:
         "process_start": _started,
         "mounted": lambda: [darwin.Mounted("/", "apfs", "/dev/disk3s1s1", True, True)],
         "skip_page_cache": lambda fd: None,
-        "punch_hole": lambda fd, offset, length: False,
-        "take_space": lambda fd, length: False,
+        "punch_hole": _punch,
+        "take_space": _take,
     }
     for name, answer in answers.items():
         setattr(darwin, name, answer)
