@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.codecs.names import EXACT, RAW, codec_name
 from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.errors import LifeboatError, StoreClosedError
-from lifeboat_cache.format.journal import Entries
+from lifeboat_cache.format.journal import ENTRY, Entries
 from lifeboat_cache.index import Index
 from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.job import Job
@@ -85,6 +86,9 @@ _END_S = 10.0
 
 #: What says nothing about a record that was to be read.
 _UNREAD = (Outcome.CANCELLED, Outcome.TIMEOUT, Outcome.UNAVAILABLE)
+
+#: To ask an enumeration for a member takes as long as to count the outcomes of a task.
+_OK = int(Outcome.OK)
 
 #: What repeats is said again after so many seconds.
 _SAY_AGAIN_S = 600.0
@@ -715,8 +719,9 @@ class BlockStore:
 
     def _account(self, job: Job, task: IoTask) -> int:
         """Count what a task has moved; returns how many bytes of the caller's that are."""
-        done = np.flatnonzero(task.outcomes == Outcome.OK)
-        blocks, stored = done.shape[0], int(task.lengths[done].sum())
+        done: Any = slice(None) if task.whole else np.flatnonzero(task.outcomes == Outcome.OK)
+        lengths = task.lengths[done]
+        blocks, stored = lengths.shape[0], int(lengths.sum())
         self._counters.moved(job.kind, stored)
         job.in_codec(codec_name(task.codec))
         counts = self._policy.counts
@@ -731,7 +736,7 @@ class BlockStore:
             size = int(detail.entries["raw_length"][done].sum())
             counts.stored(task.codec, blocks, size, stored)
             if blocks and self._policy.guard.wants(task.codec):
-                self._offer(job.batch, int(task.blocks[done[0]]), task.codec)
+                self._offer(job.batch, int(task.blocks[done][0]), task.codec)
         if blocks:
             job.note_coded(task.codec, blocks, size, stored)
         return size
@@ -882,8 +887,7 @@ class BlockStore:
         written: dict[int, list[IoTask]] = {}
         for task in tasks:
             detail: Written = task.detail
-            kept = np.flatnonzero(task.outcomes == Outcome.OK)
-            end = int(kept[-1]) + 1 if kept.shape[0] else 0
+            end = task.outcomes.tobytes().rfind(_OK) + 1
             if end < task.outcomes.shape[0]:
                 detail.writer.give_back(detail.entries[end:], detail.file)
             if end:
@@ -891,16 +895,18 @@ class BlockStore:
                 written.setdefault(id(detail.writer), []).append(task)
         for mine in written.values():
             writer = mine[0].detail.writer
-            good = [task.outcomes == Outcome.OK for task in mine]
-            entries = np.concatenate(
-                [task.detail.entries[ok] for task, ok in zip(mine, good, strict=True)]
-            )
+            kept = [
+                task.detail.entries[slice(None) if task.whole else task.outcomes == _OK]
+                for task in mine
+            ]
+            # Not by numpy: to find their common dtype takes it longer than all else here.
+            entries: Entries = np.frombuffer(bytearray().join(kept), dtype=ENTRY)
             outcome = writer.commit(entries, [task.detail.file for task in mine])
-            if outcome == Outcome.OK:
+            if outcome == _OK:
                 self._index.insert(writer.writer, entries)
             else:
-                for task, ok in zip(mine, good, strict=True):
-                    task.outcomes[ok] = outcome
+                for task in mine:
+                    task.outcomes[task.outcomes == _OK] = outcome
 
     def _start_writer(self) -> TargetWriter | None:
         """The writer, started at the first store: who only reads leaves no files."""
@@ -957,9 +963,9 @@ class BlockStore:
             if self._reader is not None:
                 self._reader.settle(task)
             self._believe(task)
-            bad = np.flatnonzero(task.outcomes != Outcome.OK)
-            if not bad.shape[0]:
+            if task.whole:
                 continue
+            bad = np.flatnonzero(task.outcomes != Outcome.OK)
             places: Places = task.detail[bad]
             outcomes = task.outcomes[bad]
             wrong = np.flatnonzero(outcomes == Outcome.CORRUPT)

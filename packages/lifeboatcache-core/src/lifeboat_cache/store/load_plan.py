@@ -20,11 +20,11 @@ from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.kernels.syscalls import PREADV2
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.coding import Codings
-from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces, slices
+from lifeboat_cache.store.io_task import IoTask, Together, cut, gather_pieces, slices
 from lifeboat_cache.targets.base import OpenFile, TargetReader
 from lifeboat_cache.targets.direct import ALIGNMENT
 
-__all__ = ["LoadPlan", "Places", "chunk_bytes", "runs_of", "same_shape", "ways"]
+__all__ = ["LoadPlan", "Places", "chunk_bytes", "same_shape", "ways"]
 
 #: What a vanished file looks like. ESTALE: deleted by another NFS client.
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
@@ -239,31 +239,28 @@ def _reads(
     breaks[1:] = (
         (descriptors[1:] != descriptors[:-1]) | (mode[1:] != mode[:-1]) | (offsets[1:] != ends[:-1])
     )
-    tasks = []
-    for first, last in cut(lengths, part_bytes):
-        part = slice(first, last)
-        pieces = slice(int(starts[first]), int(starts[last]))
-        read = [files[number] for number in set(which[part].tolist())]
-        tasks.append(
-            IoTask(
-                kind="load",
-                blocks=blocks[part],
-                runs=runs_of(descriptors[part], mode[part], breaks[part], warm[part]),
-                offsets=offsets[part],
-                lengths=lengths[part],
-                iov=iov[pieces],
-                starts=starts[first : last + 1] - starts[first],
-                bindings=bindings[part],
-                checksums=checksums[part],
-                algorithms=np.full(last - first, algorithm, dtype=np.uint8),
-                chunk_bytes=chunk_bytes(files[which[first]]),
-                outcomes=np.full(last - first, Outcome.PENDING, dtype=np.uint8),
-                holds=(read, batch.buffers.owner),
-                codec=codec,
-                coding=coding,
-                detail=places[part],
-            )
-        )
+    bounds = cut(lengths, part_bytes)
+    together = Together(
+        kind="load",
+        blocks=blocks,
+        offsets=offsets,
+        lengths=lengths,
+        iov=iov,
+        starts=starts,
+        bindings=bindings,
+        checksums=checksums,
+        algorithm=algorithm,
+        codec=codec,
+        coding=coding,
+    )
+    chunks = [chunk_bytes(files[which[first]]) for first, _ in bounds]
+    tasks = together.tasks(bounds, chunks, descriptors, mode, breaks, warm)
+    for task, (first, last) in zip(tasks, bounds, strict=True):
+        read = files
+        if len(files) > 1:
+            read = [files[number] for number in set(which[first:last].tolist())]
+        task.holds = (read, batch.buffers.owner)
+        task.detail = places[first:last]
     return tasks
 
 
@@ -290,27 +287,3 @@ def chunk_bytes(file: OpenFile, *, cached: bool = False) -> int:
     """How much one system call on a file moves, about."""
     direct = file.direct_fd >= 0 and not cached
     return layout.DIRECT_CHUNK_BYTES if direct else layout.CACHED_CHUNK_BYTES
-
-
-def runs_of(
-    descriptors: npt.NDArray[np.int64],
-    modes: npt.NDArray[np.int64],
-    breaks: npt.NDArray[np.bool_],
-    warm: npt.NDArray[np.int64] | None = None,
-) -> npt.NDArray[np.int64]:
-    """Table of runs of a task; a run starts at each break and at the first block.
-
-    ``warm`` are descriptors to read first what the page cache holds; -1 stands for none.
-    """
-    starts = np.flatnonzero(breaks)
-    if not starts.shape[0] or starts[0]:
-        starts = np.concatenate(([0], starts))
-    runs = np.empty((starts.shape[0], layout.RUN_COLUMNS), dtype=np.int64)
-    runs[:, 0] = descriptors[starts]
-    runs[:, 1] = modes[starts]
-    runs[:, 2] = starts
-    runs[:-1, 3] = starts[1:]
-    runs[-1, 3] = descriptors.shape[0]
-    runs[:, 3] -= starts
-    runs[:, 4] = -1 if warm is None else warm[starts]
-    return runs

@@ -15,8 +15,8 @@ from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.coding import PAGE, Coding, Codings, whole_pages
-from lifeboat_cache.store.io_task import IoTask, cut, gather_pieces, slices
-from lifeboat_cache.store.load_plan import chunk_bytes, runs_of, ways
+from lifeboat_cache.store.io_task import IoTask, Together, cut, gather_pieces, slices
+from lifeboat_cache.store.load_plan import chunk_bytes, ways
 from lifeboat_cache.store.records import record_entries
 from lifeboat_cache.store.staging import Staging
 from lifeboat_cache.targets.base import OpenFile, TargetWriter
@@ -191,38 +191,46 @@ class StorePlan:
         )
         aligned = staging is not None or (coding is None and self.batch.buffers.aligned(ALIGNMENT))
         padded = staging is not None or coding is not None
-        tasks = []
+        rooms = []
+        descriptors = np.full(blocks.shape[0], -1, dtype=np.int64)
+        modes = np.full(blocks.shape[0], layout.BOUNCE, dtype=np.int64)
         for room in writer.reserve(entries, self.part_bytes):
             part = slice(room.first, room.last)
             if room.file is None:
                 outcomes[part] = room.refusal
                 continue
-            (descriptor,), (mode,) = ways([room.file], aligned, cached=self.cached)
-            if coding is not None:
-                mode = np.int64(layout.BOUNCE)
-            offsets = entries["offset"][part].astype(np.int64)
-            count = room.last - room.first
-            ends = offsets + (whole_pages(stored[part]) if padded else stored[part])
-            breaks = np.ones(count, dtype=bool)
-            breaks[1:] = (offsets[1:] != ends[:-1]) & (mode != layout.BOUNCE)
-            tasks.append(
-                IoTask(
-                    kind="store",
-                    blocks=blocks[part],
-                    runs=runs_of(np.full(count, descriptor), np.full(count, mode), breaks),
-                    offsets=offsets,
-                    lengths=stored[part],
-                    iov=iov[int(starts[room.first]) : int(starts[room.last])],
-                    starts=starts[room.first : room.last + 1] - starts[room.first],
-                    bindings=bindings[part],
-                    checksums=np.zeros((count, 16), dtype=np.uint8),
-                    algorithms=np.full(count, algorithm, dtype=np.uint8),
-                    chunk_bytes=chunk_bytes(room.file, cached=self.cached),
-                    outcomes=np.full(count, Outcome.PENDING, dtype=np.uint8),
-                    holds=(self.batch.buffers.owner,),
-                    codec=codec,
-                    coding=coding,
-                    detail=Written(writer, room.file, entries[part], staging),
-                )
-            )
+            rooms.append((room.first, room.last, room.file))
+            descriptors[part], mode = _way(room.file, aligned, cached=self.cached)
+            if coding is None:
+                modes[part] = mode
+        offsets = entries["offset"].astype(np.int64)
+        ends = offsets + (whole_pages(stored) if padded else stored)
+        breaks = np.ones(blocks.shape[0], dtype=bool)
+        # What goes through a buffer may leave gaps.
+        breaks[1:] = (offsets[1:] != ends[:-1]) & (modes[1:] != layout.BOUNCE)
+        together = Together(
+            kind="store",
+            blocks=blocks,
+            offsets=offsets,
+            lengths=stored,
+            iov=iov,
+            starts=starts,
+            bindings=bindings,
+            checksums=np.zeros((blocks.shape[0], 16), dtype=np.uint8),
+            algorithm=algorithm,
+            codec=codec,
+            coding=coding,
+        )
+        bounds = [(first, last) for first, last, _ in rooms]
+        chunks = [chunk_bytes(file, cached=self.cached) for _, _, file in rooms]
+        tasks = together.tasks(bounds, chunks, descriptors, modes, breaks)
+        for task, (first, last, file) in zip(tasks, rooms, strict=True):
+            task.holds = (self.batch.buffers.owner,)
+            task.detail = Written(writer, file, entries[first:last], staging)
         return outcomes, tasks
+
+
+def _way(file: OpenFile, aligned: bool, *, cached: bool) -> tuple[int, int]:
+    """Descriptor and mode to use for a file."""
+    (descriptor,), (mode,) = ways([file], aligned, cached=cached)
+    return int(descriptor), int(mode)

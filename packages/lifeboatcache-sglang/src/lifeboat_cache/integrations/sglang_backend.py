@@ -454,7 +454,8 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             done[:] = False  # weights have changed while it was read
         if pool.pages.name == _KV:
             self._published.served(longest_run(done) * pool.pages.tokens)
-        return [bool(one) for one in done]
+        found: list[bool] = done.tolist()
+        return found
 
     def _keep(
         self,
@@ -466,7 +467,8 @@ class LifeboatHiCacheStorage(HiCacheStorage):
     ) -> list[bool]:
         before = getattr(extra_info, "prefix_keys", None)
         done = self._mover.store(store, self._pages(pool, hashes, buffers, before))
-        return [bool(one) for one in done]
+        found: list[bool] = done.tolist()
+        return found
 
     def _pages(
         self,

@@ -31,9 +31,11 @@ _log = logging.getLogger("lifeboat_cache")
 #: No window is started when a call has taken this long, in seconds.
 CALL_S = 5.0
 
-#: Bytes of a window, about, and how many are under way at a time.
-WINDOW_BYTES = 96 << 20
-_WINDOWS = 2
+#: Bytes of a window, about, and how many are under way at a time. A window is planned in one
+#: go, so that those under way are read in the order of their places, and there are enough of
+#: them to keep the disk busy while the oldest is waited for.
+WINDOW_BYTES = 48 << 20
+_WINDOWS = 4
 
 #: Stores that failed are tried again so often, each time after this many seconds.
 _RETRIES, _RETRY_S = 2, 0.05
@@ -80,8 +82,12 @@ class Pages:
     tokens: int = 0
     parent: int = 0
 
-    def batch(self) -> BlockBatch:
-        """The pages as the store takes them."""
+    def to_load(self) -> BlockBatch:
+        """The pages as the store wants them to load them: what they are to others is known."""
+        return BlockBatch(self.keys, self.buffers, layout=self.layout)
+
+    def to_store(self) -> BlockBatch:
+        """The pages as the store wants them to keep them."""
         tags = families(self.hashes)
         known = self.depth >= 0 and self.tokens > 0
         ends = range(1, len(self.keys) + 1)
@@ -181,7 +187,7 @@ class Mover:
         with self._idle:
             self._under_way += 1
         try:
-            batch = pages.batch()
+            batch = pages.to_load() if kind == "load" else pages.to_store()
             sizes = batch.buffers.sizes()
             outcomes = self._windows(kind, store, batch, sizes, began + self._call_s)
             if kind == "store":
