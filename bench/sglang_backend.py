@@ -109,11 +109,12 @@ class _Party:
         return time.perf_counter() - begin
 
     def get(self, turn: int, *, cold: bool) -> float:
-        """Seconds to load all pages."""
+        """Seconds to look all pages up and load them."""
         if cold:
             forget_pages(self.place)
         operation = _Operation()
         begin = time.perf_counter()
+        self.exists(turn)  # a prefetch begins with this
         for hashes, indices in self._batches(turn):
             got = self.rig.controller.page_get_func(operation, hashes, indices)
             assert got == len(hashes)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import json
 import logging
 import os
+import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
-from lifeboat_cache.config import Config, Tier
+from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.paths import home_directory
+from lifeboat_cache.selftest.report import Report, Step
 
-__all__ = ["KeptLog", "environment", "make_home", "scratch_parent", "write_config"]
+__all__ = [
+    "KeptLog",
+    "Trial",
+    "environment",
+    "make_home",
+    "run_trial",
+    "scratch_parent",
+    "write_config",
+]
 
 
 class KeptLog(logging.Handler):
@@ -94,7 +108,9 @@ def make_home(scratch: Path) -> Path:
     return home
 
 
-def write_config(scratch: Path, config: Config, tier: Tier, same: bool) -> None:
+def write_config(
+    scratch: Path, config: Config, tier: Tier, same: bool, *, exactly: bool = False
+) -> None:
     """Write ``lifeboat.yaml``: a tier of its own, used as the configured one is.
 
     Parameters
@@ -105,8 +121,10 @@ def write_config(scratch: Path, config: Config, tier: Tier, same: bool) -> None:
         What is configured.
     same
         Whether ``scratch`` is on the file system of ``tier``.
+    exactly
+        Whether KV has to come back bit for bit.
     """
-    document = {
+    document: dict[str, Any] = {
         "storage": {
             "tiers": [
                 {
@@ -123,6 +141,94 @@ def write_config(scratch: Path, config: Config, tier: Tier, same: bool) -> None:
         # It would outlive the directory.
         "agent": {"autostart": False},
     }
+    if exactly:
+        document["compression"] = {"ladder": {"local": "raw"}}
     file = scratch / "lifeboat.yaml"
     file.touch(mode=0o600)
     file.write_text(json.dumps(document))  # JSON is YAML
+
+
+class Trial(Protocol):
+    """The steps of an engine's self-test.
+
+    Attributes
+    ----------
+    steps
+        Filled in by :meth:`run`.
+    facts
+        What else to report; the engine's version under the name of its module.
+    """
+
+    steps: list[Step]
+    facts: dict[str, Any]
+
+    def run(self) -> None:
+        """Try everything, and leave nothing behind outside the directory."""
+
+
+def run_trial(
+    args: argparse.Namespace,
+    make: Callable[[Path, KeptLog], Trial],
+    *,
+    engine: str,
+    module: str,
+    exactly: bool = False,
+    variables: Mapping[str, str | None] | None = None,
+) -> Report:
+    """Run an engine's self-test in a place of its own.
+
+    Parameters
+    ----------
+    args
+        ``config`` and ``keep`` are looked at.
+    make
+        Makes the trial for its directory, where a ``lifeboat.yaml`` is.
+    engine, module
+        The engine's name, and its module's.
+    exactly
+        Whether KV has to come back bit for bit.
+    variables
+        Of the environment while it runs.
+    """
+    if importlib.util.find_spec(module) is None:
+        return Report(
+            engine,
+            unable=f"{engine} is not installed for {sys.executable}: run the lifeboat-cache of its "
+            "environment",
+        )
+    config = load_config(args.config).config
+    tier = config.storage.places[0]
+    parent, same = scratch_parent(tier, config)
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=".lifeboat-selftest-", dir=parent))
+    except OSError as error:
+        return Report(
+            engine,
+            unable=f"no directory can be made in {parent} ({error.strerror}): run "
+            "lifeboat-cache doctor",
+        )
+    try:
+        write_config(scratch, config, tier, same, exactly=exactly)
+        log = KeptLog()
+        own = {
+            "LIFEBOAT_CACHE_HOME": str(make_home(scratch)),
+            "LIFEBOAT_CACHE_CONFIG": None,
+            **(variables or {}),
+        }
+        trial = make(scratch, log)
+        with environment(own), log.listening():
+            trial.run()
+    finally:
+        if not args.keep:
+            shutil.rmtree(scratch, ignore_errors=True)
+    version = trial.facts.get(module)
+    return Report(
+        engine if version is None else f"{engine} {version}",
+        tuple(trial.steps),
+        facts={
+            **trial.facts,
+            "target": tier.name,
+            "directory": f"{scratch} ({'kept' if args.keep else 'removed'})",
+            "on_file_system_of_target": same,
+        },
+    )

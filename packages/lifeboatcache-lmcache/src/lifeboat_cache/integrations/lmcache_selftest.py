@@ -7,29 +7,16 @@ memory, and compares bytes. No server is started.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import select
-import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lifeboat_cache.config import Config, load_config
-from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.integrations.lmcache_arguments import ADAPTER
 from lifeboat_cache.integrations.lmcache_versions import lmcache_version, refuse
 from lifeboat_cache.selftest import Report, Step
-from lifeboat_cache.selftest.place import (
-    KeptLog,
-    environment,
-    make_home,
-    scratch_parent,
-    write_config,
-)
+from lifeboat_cache.selftest.place import KeptLog, run_trial
 
 __all__ = ["run"]
 
@@ -47,63 +34,18 @@ def run(args: argparse.Namespace) -> Report:
     args
         ``config`` and ``keep`` are looked at.
     """
-    if importlib.util.find_spec("lmcache") is None:
-        return Report(
-            "LMCache",
-            unable=f"LMCache is not installed for {sys.executable}: run the lifeboat-cache of its "
-            "environment",
-        )
-    config = load_config(args.config).config
-    tier = config.storage.places[0]
-    parent, same = scratch_parent(tier, config)
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix=".lifeboat-selftest-", dir=parent))
-    except OSError as error:
-        return Report(
-            "LMCache",
-            unable=f"no directory can be made in {parent} ({error.strerror}): run "
-            "lifeboat-cache doctor",
-        )
-    try:
-        return _run_in(scratch, config, tier, same=same, keep=args.keep)
-    finally:
-        if not args.keep:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _run_in(scratch: Path, config: Config, tier: Tier, *, same: bool, keep: bool) -> Report:
-    write_config(scratch, config, tier, same)
-    _store_exactly(scratch / "lifeboat.yaml")
-    log = KeptLog()
-    variables = {"LIFEBOAT_CACHE_HOME": str(make_home(scratch)), "LIFEBOAT_CACHE_CONFIG": None}
-    test = _SelfTest(scratch / "lifeboat.yaml")
-    with environment(variables), log.listening():
-        test.run()
-    return Report(
-        f"LMCache {lmcache_version()}",
-        tuple(test.steps),
-        facts={
-            "lmcache": lmcache_version(),
-            "target": tier.name,
-            "directory": f"{scratch} ({'kept' if keep else 'removed'})",
-            "on_file_system_of_target": same,
-        },
-    )
-
-
-def _store_exactly(config: Path) -> None:
-    """Bytes are compared here, so they must not be stored in fewer."""
-    document = json.loads(config.read_text())
-    document["compression"] = {"ladder": {"local": "raw"}}
-    config.write_text(json.dumps(document))
+    # Bytes are compared here, so they must not be stored in fewer.
+    return run_trial(args, _SelfTest, engine="LMCache", module="lmcache", exactly=True)
 
 
 class _SelfTest:
     """The steps, each of which needs the ones before."""
 
-    def __init__(self, config: Path) -> None:
+    def __init__(self, scratch: Path, log: KeptLog) -> None:
+        self._log = log
         self.steps: list[Step] = []
-        self._config = config
+        self.facts: dict[str, Any] = {"lmcache": lmcache_version()}
+        self._config = scratch / "lifeboat.yaml"
         self._adapter: Any = None
         self._memory: Any = None
         self._stored: list[Any] = []
@@ -123,7 +65,8 @@ class _SelfTest:
                     self.steps.append(Step(name, "ok", work()))
                 except Exception as error:
                     text = f"{type(error).__name__}: {error}"
-                    self.steps.append(Step(name, "failed", text, _REMEDY))
+                    lines = tuple(self._log.lines)
+                    self.steps.append(Step(name, "failed", text, _REMEDY, lines))
                     return
         finally:
             if self._adapter is not None:

@@ -7,26 +7,16 @@ here and in another process.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.mlx.versions import describe_tested, is_tested
 from lifeboat_cache.selftest import Report, Step
-from lifeboat_cache.selftest.place import (
-    KeptLog,
-    environment,
-    make_home,
-    scratch_parent,
-    write_config,
-)
+from lifeboat_cache.selftest.place import KeptLog, run_trial
 
 __all__ = ["run"]
 
@@ -177,48 +167,4 @@ def run(args: argparse.Namespace) -> Report:
     args
         ``config`` and ``keep`` are looked at.
     """
-    if importlib.util.find_spec("mlx_lm") is None:
-        return Report(
-            "mlx-lm",
-            unable=f"mlx-lm is not installed for {sys.executable}: run the lifeboat-cache of its "
-            "environment",
-        )
-    config = load_config(args.config).config
-    tier = config.storage.places[0]
-    parent, same = scratch_parent(tier, config)
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix=".lifeboat-selftest-", dir=parent))
-    except OSError as error:
-        return Report(
-            "mlx-lm",
-            unable=f"no directory can be made in {parent} ({error.strerror}): run "
-            "lifeboat-cache doctor",
-        )
-    try:
-        return _run_in(scratch, config, tier, same=same, keep=args.keep)
-    finally:
-        if not args.keep:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _run_in(scratch: Path, config: Config, tier: Tier, *, same: bool, keep: bool) -> Report:
-    write_config(scratch, config, tier, same)
-    log = KeptLog()
-    variables = {
-        "LIFEBOAT_CACHE_HOME": str(make_home(scratch)),
-        "LIFEBOAT_CACHE_CONFIG": None,
-    }
-    test = _SelfTest(scratch, log)
-    with environment(variables), log.listening():
-        test.run()
-    version = test.facts.get("mlx_lm")
-    return Report(
-        "mlx-lm" if version is None else f"mlx-lm {version}",
-        tuple(test.steps),
-        facts={
-            **test.facts,
-            "target": tier.name,
-            "directory": f"{scratch} ({'kept' if keep else 'removed'})",
-            "on_file_system_of_target": same,
-        },
-    )
+    return run_trial(args, _SelfTest, engine="mlx-lm", module="mlx_lm")

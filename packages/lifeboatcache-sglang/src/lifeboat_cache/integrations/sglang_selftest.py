@@ -7,29 +7,19 @@ and restores them here and in another process. It needs no GPU and no model.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.integrations.sglang_versions import describe_tested, is_tested
 from lifeboat_cache.selftest import Report, Step
-from lifeboat_cache.selftest.place import (
-    KeptLog,
-    environment,
-    make_home,
-    scratch_parent,
-    write_config,
-)
+from lifeboat_cache.selftest.place import KeptLog, run_trial
 
 __all__ = ["run"]
 
@@ -342,56 +332,5 @@ def run(args: argparse.Namespace) -> Report:
     args
         ``config`` and ``keep`` are looked at.
     """
-    if importlib.util.find_spec("sglang") is None:
-        return Report(
-            "SGLang",
-            unable=f"SGLang is not installed for {sys.executable}: run the lifeboat-cache of its "
-            "environment",
-        )
-    config = load_config(args.config).config
-    tier = config.storage.places[0]
-    parent, same = scratch_parent(tier, config)
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix=".lifeboat-selftest-", dir=parent))
-    except OSError as error:
-        return Report(
-            "SGLang",
-            unable=f"no directory can be made in {parent} ({error.strerror}): run "
-            "lifeboat-cache doctor",
-        )
-    try:
-        return _run_in(scratch, config, tier, same=same, keep=args.keep)
-    finally:
-        if not args.keep:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _run_in(scratch: Path, config: Config, tier: Tier, *, same: bool, keep: bool) -> Report:
-    write_config(scratch, config, tier, same)
-    _store_exactly(scratch / "lifeboat.yaml")
-    log = KeptLog()
-    variables = {
-        "LIFEBOAT_CACHE_HOME": str(make_home(scratch)),
-        "LIFEBOAT_CACHE_CONFIG": None,
-    }
-    test = _SelfTest(scratch, log)
-    with environment(variables), log.listening():
-        test.run()
-    version = test.facts.get("sglang")
-    return Report(
-        "SGLang" if version is None else f"SGLang {version}",
-        tuple(test.steps),
-        facts={
-            **test.facts,
-            "target": tier.name,
-            "directory": f"{scratch} ({'kept' if keep else 'removed'})",
-            "on_file_system_of_target": same,
-        },
-    )
-
-
-def _store_exactly(config: Path) -> None:
-    """Bytes are compared here, so they must not be stored in fewer."""
-    document = json.loads(config.read_text())
-    document["compression"] = {"ladder": {"local": "raw"}}
-    config.write_text(json.dumps(document))
+    # Bytes are compared here, so they must not be stored in fewer.
+    return run_trial(args, _SelfTest, engine="SGLang", module="sglang", exactly=True)

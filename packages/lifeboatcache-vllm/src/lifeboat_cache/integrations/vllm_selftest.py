@@ -8,13 +8,10 @@ does not touch the workers' side of vLLM.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.integrations.vllm_selftest_engine import (
     BLOCK_TOKENS,
     CHUNK_BYTES,
@@ -37,13 +33,7 @@ from lifeboat_cache.integrations.vllm_selftest_engine import (
 )
 from lifeboat_cache.integrations.vllm_versions import describe_tested, is_tested
 from lifeboat_cache.selftest import Report, Step
-from lifeboat_cache.selftest.place import (
-    KeptLog,
-    environment,
-    make_home,
-    scratch_parent,
-    write_config,
-)
+from lifeboat_cache.selftest.place import KeptLog, run_trial
 
 __all__ = ["run"]
 
@@ -94,6 +84,12 @@ class _SelfTest:
 
     def run(self) -> None:
         """Try everything."""
+        try:
+            self._try_all()
+        finally:
+            self._clean_up()
+
+    def _try_all(self) -> None:
         if not self._try("vLLM", self._version):
             return
         self._try("interface", self._interface)
@@ -364,7 +360,7 @@ class _SelfTest:
             raise _SkippedError("no engine was made")
         return "engines that end leave nothing in /dev/shm"
 
-    def clean_up(self) -> None:
+    def _clean_up(self) -> None:
         """Remove what engines left in shared memory, after it was reported."""
         for path in shared_memory_of(self.scratch):
             path.unlink(missing_ok=True)
@@ -378,52 +374,11 @@ def run(args: argparse.Namespace) -> Report:
     args
         ``config`` and ``keep`` are looked at.
     """
-    if importlib.util.find_spec("vllm") is None:
-        return Report(
-            "vLLM",
-            unable=f"vLLM is not installed for {sys.executable}: run the lifeboat-cache of its "
-            "environment",
-        )
-    config = load_config(args.config).config
-    tier = config.storage.places[0]
-    parent, same = scratch_parent(tier, config)
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix=".lifeboat-selftest-", dir=parent))
-    except OSError as error:
-        return Report(
-            "vLLM",
-            unable=f"no directory can be made in {parent} ({error.strerror}): run "
-            "lifeboat-cache doctor",
-        )
-    try:
-        return _run_in(scratch, config, tier, same=same, keep=args.keep)
-    finally:
-        if not args.keep:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _run_in(scratch: Path, config: Config, tier: Tier, *, same: bool, keep: bool) -> Report:
-    write_config(scratch, config, tier, same)
-    log = KeptLog()
-    variables = {
-        "LIFEBOAT_CACHE_HOME": str(make_home(scratch)),
-        "LIFEBOAT_CACHE_CONFIG": None,
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
-    test = _SelfTest(scratch, log)
-    with environment(variables), log.listening():
-        try:
-            test.run()
-        finally:
-            test.clean_up()
-    version = test.facts.get("vllm")
-    return Report(
-        "vLLM" if version is None else f"vLLM {version}",
-        tuple(test.steps),
-        facts={
-            **test.facts,
-            "target": tier.name,
-            "directory": f"{scratch} ({'kept' if keep else 'removed'})",
-            "on_file_system_of_target": same,
-        },
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+    return run_trial(
+        args,
+        _SelfTest,
+        engine="vLLM",
+        module="vllm",
+        variables={"VLLM_LOGGING_LEVEL": level},
     )
