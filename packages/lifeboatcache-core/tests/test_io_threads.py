@@ -22,7 +22,7 @@ from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.store.io_python import execute
-from lifeboat_cache.store.io_task import IoTask, gather_pieces
+from lifeboat_cache.store.io_task import IoTask, Together, gather_pieces
 from lifeboat_cache.store.native_pool import NativePool
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver, aligned_memory
@@ -391,3 +391,89 @@ def test_a_store_goes_over_to_native_threads_when_kernels_come(
     assert driver.store(range(3, 6)) == [OK] * 3
     # Records of both kinds in one job.
     assert driver.load(range(6)) == [OK] * 6
+
+
+def planned_together(
+    kind: str,
+    files: list[int],
+    buffers: BlockBuffers,
+    checksums: npt.NDArray[np.uint8],
+    bounds: list[tuple[int, int]],
+) -> list[IoTask]:
+    """Tasks of blocks that lie one after the other in their files, as a plan makes them."""
+    whole = task_of(kind, -1, layout.SCATTER, buffers, [0] * len(buffers), checksums)
+    ends = np.cumsum(whole.lengths)
+    descriptors = np.array(files, dtype=np.int64)
+    breaks = np.ones(len(buffers), dtype=bool)
+    breaks[1:] = descriptors[1:] != descriptors[:-1]
+    return Together(
+        kind="load" if kind == "load" else "store",
+        blocks=whole.blocks,
+        offsets=ends - whole.lengths,
+        lengths=whole.lengths,
+        iov=whole.iov,
+        starts=whole.starts,
+        bindings=whole.bindings,
+        checksums=whole.checksums,
+        algorithm=ALGORITHM_XXH3,
+        codec=0,
+        coding=None,
+    ).tasks(
+        bounds,
+        [8 << 10] * len(bounds),
+        descriptors,
+        np.full(len(buffers), layout.SCATTER, dtype=np.int64),
+        breaks,
+    )
+
+
+def test_tasks_that_are_planned_together_do_their_own_part(tmp_path: Path, run: Run) -> None:
+    names = [tmp_path / "one", tmp_path / "two"]
+    fds = [os.open(name, os.O_CREAT | os.O_RDWR, 0o600) for name in names]
+    sizes = [[3000, 5000], [8192], [100, 100, 100], [4096], [1, 16383], [8192]]
+    files = [fds[0], fds[0], fds[1], fds[0], fds[0], fds[1]]
+    # Block 4 is in no task, and task 1 has blocks of two files.
+    bounds = [(0, 1), (1, 4), (5, 6)]
+    try:
+        source = memory_of(sizes, None, 0)
+        stored = planned_together("store", files, source, np.zeros((6, 16), np.uint8), bounds)
+        for task in stored:
+            run(task)
+            assert task.whole
+        checksums = np.zeros((6, 16), np.uint8)
+        for task in stored:
+            checksums[task.blocks] = task.checksums
+        target = memory_of(sizes, 0, 0)
+        loaded = planned_together("load", files, target, checksums, bounds)
+        for task in loaded:
+            run(task)
+            assert task.whole
+        left_out = bytes(16384)
+        wanted = [left_out if at == 4 else block for at, block in enumerate(content(source))]
+        assert content(target) == wanted
+        # A block that is wrong is so in the task that it belongs to.
+        os.pwrite(fds[0], b"!", 8000 + 4096)
+        anew = memory_of(sizes, 0, 0)
+        again = planned_together("load", files, anew, checksums, bounds)
+        for task in again:
+            run(task)
+        assert [task.whole for task in again] == [True, False, True]
+        assert again[1].outcomes.tolist() == [Outcome.CORRUPT, OK, OK]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def test_tasks_that_are_planned_together_are_laid_out_as_others() -> None:
+    sizes = [[512, 512], [100], [4096, 8, 8], [64]]
+    buffers = memory_of(sizes, None, 0)
+    bounds = [(0, 2), (2, 3)]
+    for task in planned_together(
+        "load", [3, 4, 4, 3], buffers, np.zeros((4, 16), np.uint8), bounds
+    ):
+        assert task.laid_out is not None
+        task.address()
+        together = task.words.tolist()
+        task.laid_out = None
+        task.address()
+        assert together == task.words.tolist()
