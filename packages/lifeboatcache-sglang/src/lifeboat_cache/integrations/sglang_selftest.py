@@ -7,6 +7,7 @@ and restores them here and in another process. It needs no GPU and no model.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
