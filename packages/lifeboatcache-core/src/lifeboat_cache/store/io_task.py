@@ -133,7 +133,7 @@ class IoTask:
         Of the job, for native threads; see :func:`new_progress`.
     laid_out
         The task as native threads want it, if :class:`Together` has made it; in front of it is
-        room for where the progress is.
+        room for where the progress is. Who changes the arrays of a task does so in place.
     """
 
     kind: Literal["load", "store", "encode"]
