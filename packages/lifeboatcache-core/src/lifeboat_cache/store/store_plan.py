@@ -199,8 +199,10 @@ class StorePlan:
             if room.file is None:
                 outcomes[part] = room.refusal
                 continue
+            if not rooms or room.file is not rooms[-1][2]:
+                descriptor, mode = _way(room.file, aligned)
             rooms.append((room.first, room.last, room.file))
-            descriptors[part], mode = _way(room.file, aligned, cached=self.cached)
+            descriptors[part] = descriptor
             if coding is None:
                 modes[part] = mode
         offsets = entries["offset"].astype(np.int64)

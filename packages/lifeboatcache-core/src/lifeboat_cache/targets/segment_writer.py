@@ -234,6 +234,8 @@ class SegmentWriter(TargetWriter):
         total = int(sizes.sum())
         allowed = len(parts) > 1 and self._allowance(total) is None
         journaled = self._take_journal_space_at_once(len(entries)) if allowed else False
+        if journaled and (file := self._place_together(entries, sizes, total)) is not None:
+            return [Reservation(first, last, file) for first, last in parts]
         rooms = []
         for first, last in parts:
             mine = sizes[first:last]
@@ -305,19 +307,32 @@ class SegmentWriter(TargetWriter):
         self._notice_loss()
         return Outcome.RESERVE if exc.errno in (errno.ENOSPC, errno.EDQUOT) else Outcome.FAILED
 
+    def _place_together(
+        self, entries: Entries, sizes: npt.NDArray[np.int64], total: int
+    ) -> _Segment | None:
+        """Give the records of several parts a place at once, if the segment has room for all."""
+        with self._lock:
+            segment = self._segment
+            if self._closed or segment is None or self._is_full(segment, total):
+                return None
+            self._give_places(segment, entries, sizes, total)
+            return segment
+
+    @staticmethod
+    def _is_full(segment: _Segment, total: int) -> bool:
+        """Whether so many bytes belong into the next segment."""
+        return segment.offset > HEADER_BYTES and (
+            segment.offset + total > SEGMENT_BYTES
+            or time.monotonic() - segment.created > SEGMENT_AGE_S
+        )
+
     def _place(self, entries: Entries, sizes: npt.NDArray[np.int64], total: int) -> _Segment:
         """Give records a place one after the other; those of other threads get other places."""
         with self._lock:
             segment = self._segment
             if self._closed:
                 raise OSError(errno.EBADF, "the writer is closed")
-            if segment is None or (
-                segment.offset > HEADER_BYTES
-                and (
-                    segment.offset + total > SEGMENT_BYTES
-                    or time.monotonic() - segment.created > SEGMENT_AGE_S
-                )
-            ):
+            if segment is None or self._is_full(segment, total):
                 self._require_kept()  # it would be made where it does not belong
                 self._require_lease()
                 number = self._next_segment
@@ -330,16 +345,23 @@ class SegmentWriter(TargetWriter):
                     self._direct,
                 )
                 self._segment = segment
-            starts = np.zeros(len(sizes), dtype=np.uint64)
-            starts[1:] = np.cumsum(sizes[:-1])
-            entries["segment"] = segment.number
-            entries["offset"] = starts + np.uint64(segment.offset)
-            entries["slot"] = np.arange(
-                segment.next_slot, segment.next_slot + len(sizes), dtype=np.uint32
-            )
-            segment.offset += total
-            segment.next_slot += len(sizes)
+            self._give_places(segment, entries, sizes, total)
             return segment
+
+    @staticmethod
+    def _give_places(
+        segment: _Segment, entries: Entries, sizes: npt.NDArray[np.int64], total: int
+    ) -> None:
+        """Put records behind what a segment has; under the lock."""
+        starts = np.zeros(len(sizes), dtype=np.uint64)
+        starts[1:] = np.cumsum(sizes[:-1])
+        entries["segment"] = segment.number
+        entries["offset"] = starts + np.uint64(segment.offset)
+        entries["slot"] = np.arange(
+            segment.next_slot, segment.next_slot + len(sizes), dtype=np.uint32
+        )
+        segment.offset += total
+        segment.next_slot += len(sizes)
 
     @property
     def current(self) -> int:
