@@ -191,7 +191,7 @@ class StorePlan:
         )
         aligned = staging is not None or (coding is None and self.batch.buffers.aligned(ALIGNMENT))
         padded = staging is not None or coding is not None
-        rooms = []
+        rooms: list[tuple[int, int, OpenFile]] = []
         descriptors = np.full(blocks.shape[0], -1, dtype=np.int64)
         modes = np.full(blocks.shape[0], layout.BOUNCE, dtype=np.int64)
         for room in writer.reserve(entries, self.part_bytes):
