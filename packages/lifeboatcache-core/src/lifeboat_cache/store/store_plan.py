@@ -200,7 +200,7 @@ class StorePlan:
                 outcomes[part] = room.refusal
                 continue
             if not rooms or room.file is not rooms[-1][2]:
-                descriptor, mode = _way(room.file, aligned)
+                descriptor, mode = _way(room.file, aligned, cached=self.cached)
             rooms.append((room.first, room.last, room.file))
             descriptors[part] = descriptor
             if coding is None:
