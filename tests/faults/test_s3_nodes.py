@@ -28,6 +28,9 @@ pytestmark = pytest.mark.full
 OK = Outcome.OK
 SIZE = 65_536
 
+#: Seconds of faults in the soak.
+_SOAK_S = float(os.environ.get("LIFEBOAT_SOAK_S", "240"))
+
 #: What is not there now, and may be in a while.
 LATER = {Outcome.UNAVAILABLE, Outcome.TIMEOUT}
 
@@ -254,7 +257,7 @@ def test_soak_with_faults(make: MakeNode, proxy: S3Proxy, s3: S3Server) -> None:
         [Fault("answer", status=500, code="InternalError", times=6)],
         [Fault("answer", status=403, code="RequestTimeTooSkewed", times=4)],
     ]
-    end = time.monotonic() + 240
+    end = time.monotonic() + _SOAK_S
     while time.monotonic() < end:
         proxy.faults(*choice.choice(faults))
         proxy.listing_lag = choice.choice([0.0, 0.0, 3.0])

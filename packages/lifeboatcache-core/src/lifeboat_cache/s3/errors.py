@@ -102,7 +102,7 @@ def missing_boto3() -> TargetError:
     """What to raise where boto3 is not installed."""
     return TargetError(
         errno.ENOTSUP,
-        "tiers of type s3 need boto3, which is not installed: pip install 'lifeboatcache-core[s3]'",
+        "tiers of type s3 need boto3, which is not installed: pip install boto3",
     )
 
 

@@ -76,7 +76,8 @@ def check_mode(context: DoctorContext, version: str) -> Iterator[Check]:
             name,
             "fail",
             "it is lmcache, and LMCache is not installed beside vLLM: vLLM starts without a cache",
-            'Install it (pip install "lifeboatcache[vllm]"), or set engine.vllm_mode: native.',
+            'Install it (pip install "lifeboatcache-lmcache[lmcache]"), '
+            "or set engine.vllm_mode: native.",
         )
     else:
         yield Check(name, "ok", "it is lmcache, and LMCache is installed beside vLLM")

@@ -134,7 +134,7 @@ def check(vllm_config: Any) -> None:
         from lifeboat_cache.integrations.vllm_versions import parse_minor
     except ImportError as exc:
         raise InterfaceError(
-            'LifeboatConnector needs lifeboatcache-vllm: pip install "lifeboatcache[vllm]"'
+            "LifeboatConnector needs lifeboatcache-vllm: pip install lifeboatcache-vllm"
         ) from exc
     version = str(vllm.__version__)
     if parse_minor(version) not in _VLLM:

@@ -155,7 +155,7 @@ def _complete_lmcache(config: Any, loaded: LoadedConfig) -> int | str:
     if reason is None and importlib.util.find_spec(_CONNECTOR_MODULE) is None:
         reason = (
             "engine.vllm_mode is lmcache, and lifeboatcache-lmcache is not installed: "
-            'pip install "lifeboatcache[vllm]", or set it to native'
+            'pip install "lifeboatcache-lmcache[lmcache]", or set it to native'
         )
     if reason is not None:
         _stand_down(reason)
