@@ -12,6 +12,7 @@ from s3_server import S3Server
 
 from lifeboat_cache.s3.client import PART_BYTES, S3Client
 from lifeboat_cache.s3.errors import Fault, S3Error
+from lifeboat_cache.s3.names import Names
 
 
 @pytest.fixture
@@ -93,12 +94,15 @@ def test_a_listing_begins_where_it_is_told_to(client: S3Client) -> None:
 
 def test_uploads_that_nobody_ended_are_given_up(s3: S3Server, client: S3Client) -> None:
     plain = s3.client()
-    plain.create_multipart_upload(Bucket=client.bucket, Key="ns/one")
-    plain.create_multipart_upload(Bucket=client.bucket, Key="other/two")
-    assert client.forget_uploads("ns/", 3600.0) == 0
-    assert client.forget_uploads("ns/", -3600.0) == 1
+    names = Names.of("ns")
+    ours = names.segment("0" * 32, bytes(16), 1)
+    for key in (ours, "ns/backup.tar", "other/two"):
+        plain.create_multipart_upload(Bucket=client.bucket, Key=key)
+    assert client.forget_uploads("ns/", 3600.0, names.is_segment) == 0
+    assert client.forget_uploads("ns/", -3600.0, names.is_segment) == 1
+    # What others do in the bucket is not ours to end.
     left = plain.list_multipart_uploads(Bucket=client.bucket).get("Uploads", [])
-    assert [upload["Key"] for upload in left] == ["other/two"]
+    assert {upload["Key"] for upload in left} == {"ns/backup.tar", "other/two"}
 
 
 def test_what_is_damaged_on_the_way_is_not_kept(

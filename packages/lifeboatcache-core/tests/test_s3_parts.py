@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import builtins
-from typing import Any
+import queue
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from lifeboat_cache.errors import FormatError, TargetError
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE
+from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.errors import Fault, of_answer
+from lifeboat_cache.s3.fetcher import Fetcher
 from lifeboat_cache.s3.health import Health
 from lifeboat_cache.s3.landing import LandingArea
 from lifeboat_cache.s3.names import FeedName, Names, parse_feed
 from lifeboat_cache.s3.pace import Pace
 from lifeboat_cache.s3.slices import pack_gone, pack_slice, unpack_gone, unpack_slice
 from lifeboat_cache.s3.traffic import verb_of
+from lifeboat_cache.store.io_task import IoTask
 
 
 class Clock:
@@ -96,6 +100,41 @@ def entries() -> Any:
     found["offset"] = (4096, 8192, 12288)
     found["kind"] = (KIND_RECORD, KIND_RECORD, KIND_TOMBSTONE)
     return found
+
+
+@pytest.mark.parametrize("prefix", ["", "kv"])
+def test_segments_are_told_from_what_others_keep_in_the_bucket(prefix: str) -> None:
+    names = Names.of(prefix)
+    key = names.segment("ab" * 16, bytes(16), 7)
+    assert names.is_segment(key)
+    for other in ("backup.tar", f"{'ab' * 16}/segments/dump", f"x/{key}", key + ".bak"):
+        assert not names.is_segment(names.prefix + other)
+
+
+def test_loads_of_what_went_while_they_waited_end_as_misses() -> None:
+    fetcher = Fetcher(cast(S3Client, None), Health(), 1.0)
+    ended: queue.Queue[list[IoTask]] = queue.Queue()
+    count = 3
+    for _ in range(200):  # more than there is memory for, if it were not given back
+        runs = np.array([[-2, 0, 0, count, -1]], dtype=np.int64)
+        task = IoTask(
+            "load",
+            np.arange(count),
+            runs,
+            np.arange(count) * 4096,
+            np.full(count, 4096),
+            np.zeros((count, 2), dtype=np.uint64),
+            np.arange(count + 1),
+            np.zeros((count, 96), dtype=np.uint8),
+            np.zeros((count, 16), dtype=np.uint8),
+            np.zeros(count, dtype=np.uint8),
+            4096,
+            np.full(count, Outcome.PENDING, dtype=np.uint8),
+        )
+        fetcher.fetch([task], lambda fd: None, ended.put, ended.put)
+        assert ended.get(timeout=5.0) == [task]
+        assert set(task.outcomes.tolist()) == {Outcome.MISSING}
+    fetcher.close()
 
 
 def test_a_slice_holds_what_lies_in_its_segment_and_nothing_else() -> None:

@@ -21,7 +21,7 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -286,8 +286,17 @@ class S3Client:
         with ThreadPoolExecutor(_PARALLEL_PARTS, thread_name_prefix="s3 part") as pool:
             return list(pool.map(put, range(-(-size // PART_BYTES))))
 
-    def forget_uploads(self, prefix: str, older_s: float) -> int:
+    def forget_uploads(self, prefix: str, older_s: float, ours: Callable[[str], bool]) -> int:
         """Give up uploads in parts that somebody began so long ago and never ended.
+
+        Parameters
+        ----------
+        prefix
+            What their keys begin with.
+        older_s
+            How long ago.
+        ours
+            Whether a key is one of ours: others may use the bucket, too.
 
         Returns
         -------
@@ -300,7 +309,7 @@ class S3Client:
         while True:
             page = self._call("list_multipart_uploads", Prefix=prefix, **marks)
             for upload in page.get("Uploads", ()):
-                if upload["Initiated"].timestamp() < oldest:
+                if upload["Initiated"].timestamp() < oldest and ours(upload["Key"]):
                     self._call(
                         "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"]
                     )

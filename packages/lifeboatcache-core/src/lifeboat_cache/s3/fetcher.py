@@ -213,9 +213,18 @@ class Fetcher:
             for first in range(one.begin, one.end, _RANGE_BYTES):
                 last = min(one.end, first + _RANGE_BYTES)
                 pieces.append(partial(self._piece, group, one, first, last, deadline))
+        # Segments that went while their loads waited.
+        for task in tasks:
+            for fd, _, begin, count, *_ in task.runs.tolist():
+                if fd < -1:
+                    group.lost.append((task, begin, begin + count, Outcome.MISSING))
         group.left = len(pieces)
         for task in tasks:
             task.holds = (*task.holds, group)
+        if not pieces:
+            # By a thread of the pool: it ends with the next one that waits.
+            self._pool.submit("load", [partial(self._hand_on, group)])
+            return True
         with self._lock:
             self._under_way += len(pieces)
         self._pool.submit("load", pieces)
@@ -233,6 +242,10 @@ class Fetcher:
             group.left -= 1
             if group.left:
                 return
+        self._hand_on(group)
+
+    def _hand_on(self, group: _Group) -> None:
+        """Hand tasks on when nothing of theirs is under way any more."""
         there: list[IoTask] = []
         gone: list[IoTask] = []
         for task in group.tasks:

@@ -373,7 +373,7 @@ class BucketJanitor:
             elif orphans:
                 self._delete_objects(sorted(orphans))
                 self._report.trimmed_bytes += sum(found[key].size for key in orphans)
-        self._client.forget_uploads(self._names.prefix, ORPHAN_S)
+        self._client.forget_uploads(self._names.prefix, ORPHAN_S, self._names.is_segment)
         self._orphans_at = now
 
     def _tidy(self) -> None:

@@ -186,6 +186,8 @@ class _Mover:
         together = np.concatenate(found) if found else np.zeros(0, dtype=ENTRY)
         _, first = np.unique(together["slot"], return_index=True)
         chosen = together[first]
+        if chosen.shape[0] < np.unique(slots).shape[0]:
+            raise FormatError("its journal was damaged on the way: it stays for now")
         wanted: Entries = chosen[np.argsort(chosen["offset"], kind="stable")]
         return wanted
 
@@ -241,20 +243,30 @@ class _Mover:
     def _append(self, segment: HeldSegment, entries: Entries, pieces: list[memoryview]) -> None:
         file = self._file or self._begin()
         writer, number = segment.place
-        for position, payload in enumerate(pieces):
+        for position, piece in enumerate(pieces):
             entry = entries[position : position + 1].copy()
+            payload = piece
             if not self._right(entry[0], payload):
-                self.moved.corrupt += 1
-                continue
+                # What drops a record for good has to be certain.
+                payload = self._read_again(segment, entry[0])
+                if not self._right(entry[0], payload):
+                    self.moved.corrupt += 1
+                    continue
             self._from.append((writer, number, int(entry["slot"][0])))
             entry["segment"], entry["offset"] = self._number, self._end
-            entry["slot"] = sum(part.shape[0] for part in self._entries)
+            entry["slot"] = len(self._entries)  # one record each
             self._entries.append(entry)
             file.write(payload)
             file.write(bytes(int(padded(entry["stored_length"])[0]) - payload.nbytes))
             self._end += int(padded(entry["stored_length"])[0])
             self.moved.records += 1
             self.moved.bytes += payload.nbytes
+
+    def _read_again(self, segment: HeldSegment, entry: Entries) -> memoryview:
+        into = memoryview(bytearray(int(entry["stored_length"])))
+        key = self._names.segment(self._held.directory, *segment.place)
+        self._client.read(key, int(entry["offset"]), into)
+        return into
 
     def _begin(self) -> IO[bytes]:
         self._number += 1

@@ -37,6 +37,7 @@ _FEED = re.compile(
     r"(?P<time>[0-9a-f]{10})-(?P<writer>[0-9a-f]{32})-(?P<number>[0-9]{8})-(?P<size>[0-9a-f]{10})"
     r"\.(?P<kind>journal|dead|gone)"
 )
+_SEGMENT = re.compile(r"[0-9a-f]{32}\.[0-9]{8,}\.segment")
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -120,6 +121,15 @@ class Names:
     def segments(self, namespace: str) -> str:
         """What the names of a namespace's segments begin with."""
         return f"{self.prefix}{namespace}/segments/"
+
+    def is_segment(self, key: str) -> bool:
+        """Whether a key is that of a segment below this prefix."""
+        folder, _, name = key.removeprefix(self.prefix).partition("/segments/")
+        return (
+            key.startswith(self.prefix)
+            and self.is_namespace(folder)
+            and _SEGMENT.fullmatch(name) is not None
+        )
 
     def feed(self, namespace: str) -> str:
         """What the names of a namespace's feed begin with."""

@@ -142,10 +142,11 @@ class StagedWriter(SegmentWriter):
     def sealed(self, age_s: float) -> list[Sealed]:
         """Segments that are complete; the one that is written to is, when it is so old."""
         self.seal(age_s)
-        current = self.current
         with self._guard:
             if self._reserving:
                 return []
+            # Not before: a store that begins meanwhile would write to what counts as complete.
+            current = self.current
             numbers = [
                 number
                 for number in self._committed

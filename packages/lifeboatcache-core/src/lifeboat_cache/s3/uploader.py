@@ -154,14 +154,32 @@ class Uploader:
         self.waiting = sum(sealed.size for _, sealed in todo) + sum(
             sealed.size for _, one in left for sealed in one.sealed
         )
+        problem: OSError | None = None
         for writer, sealed in todo:
-            self._upload(sealed)
+            try:
+                self._upload(sealed)
+            except OSError as exc:
+                problem = self._local_problem(exc)
+                if sealed.path.exists():
+                    continue
+                # Somebody has deleted it: there is nothing to upload any more.
             writer.forget(sealed.number)
         for directory, one in left:
-            self._finish(directory, one)
+            try:
+                self._finish(directory, one)
+            except OSError as exc:
+                problem = self._local_problem(exc)
         if hurry or now >= self._buried_at:
             self._buried_at = now + _BURIED_S
             self._publish_buried()
+        if problem is not None:
+            raise problem
+
+    def _local_problem(self, exc: OSError) -> OSError:
+        """A file that cannot be read does not keep others waiting; a bucket that fails does."""
+        if isinstance(exc, LifeboatError) or self._stop.is_set():
+            raise exc
+        return exc
 
     # One segment ------------------------------------------------------------
 
