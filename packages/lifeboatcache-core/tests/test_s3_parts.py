@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import queue
+import socket
+import threading
+import time
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +17,7 @@ from lifeboat_cache.errors import FormatError, TargetError
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.s3.client import S3Client
+from lifeboat_cache.s3.connections import Connections
 from lifeboat_cache.s3.errors import Fault, of_answer
 from lifeboat_cache.s3.fetcher import Fetcher
 from lifeboat_cache.s3.health import Health
@@ -135,6 +140,37 @@ def test_loads_of_what_went_while_they_waited_end_as_misses() -> None:
         assert ended.get(timeout=5.0) == [task]
         assert set(task.outcomes.tolist()) == {Outcome.MISSING}
     fetcher.close()
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up_at_the_deadline() -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                head = "HTTP/1.1 206 Partial\r\nContent-Length: 4096\r\n"
+                connection.sendall(f"{head}Content-Range: bytes 0-4095/4096\r\n\r\n".encode())
+                with contextlib.suppress(OSError):
+                    while not over.wait(0.02):
+                        connection.sendall(b"x")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        connections = Connections(5.0, 5.0, None)
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            connections.read(
+                f"http://127.0.0.1:{server.getsockname()[1]}/x",
+                0,
+                memoryview(bytearray(4096)),
+                begun + 0.5,
+            )
+        assert time.monotonic() - begun < 5.0
+        over.set()
+        thread.join()
+        connections.close()
 
 
 def test_a_slice_holds_what_lies_in_its_segment_and_nothing_else() -> None:

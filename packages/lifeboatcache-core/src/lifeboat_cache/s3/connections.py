@@ -6,11 +6,16 @@ boto3 hands bodies out as new bytes; here they go from the socket to where they 
 from __future__ import annotations
 
 import http.client
+import io
 import re
+import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 __all__ = ["Answer", "Connections", "InterruptedBodyError"]
@@ -62,6 +67,37 @@ def _ends_before(said: str, first: int, last: int) -> bool:
         return False
     begin, end, size = (int(number) for number in found.groups())
     return begin == first and end + 1 == size < last
+
+
+class _Timed(io.RawIOBase):
+    """What comes on a socket; each wait is as long as there is time left at all.
+
+    What reads from it waits for all that is wanted, however slowly it comes.
+    """
+
+    def __init__(self, of: socket.socket, left: Callable[[], float]) -> None:
+        self._socket, self._left = of, left
+        self._raw = of.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int | None:
+        self._socket.settimeout(self._left())
+        return self._raw.readinto(into)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    def __init__(
+        self, of: socket.socket, *args: Any, left: Callable[[], float], **options: Any
+    ) -> None:
+        super().__init__(of, *args, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Timed(of, left))
 
 
 class Connections:
@@ -123,7 +159,10 @@ class Connections:
         if connection.sock is None:
             connection.timeout = self._left(self._connect_s, deadline)
             connection.connect()
-        connection.sock.settimeout(self._left(self._read_s, deadline))
+        left = partial(self._left, self._read_s, deadline)
+        connection.sock.settimeout(left())
+        # Whatever makes a response will do.
+        connection.response_class = partial(_TimedResponse, left=left)  # type: ignore[assignment]
         wanted = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
         connection.request("GET", target, headers=wanted)
         answer = connection.getresponse()
@@ -146,8 +185,6 @@ class Connections:
             raise InterruptedBodyError("a body of another length than asked for")
         done = 0
         while done < size:
-            if deadline is not None:
-                connection.sock.settimeout(self._left(self._read_s, deadline))
             count = answer.readinto(into[done:])
             if not count:
                 raise InterruptedBodyError(f"the body ends after {done} of {size} bytes")
