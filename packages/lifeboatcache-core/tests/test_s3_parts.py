@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,9 +17,10 @@ import pytest
 from lifeboat_cache.errors import FormatError, TargetError
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.s3.catalog import Catalog
 from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.connections import Connections
-from lifeboat_cache.s3.errors import Fault, of_answer
+from lifeboat_cache.s3.errors import Fault, S3Error, of_answer
 from lifeboat_cache.s3.fetcher import Fetcher
 from lifeboat_cache.s3.health import Health
 from lifeboat_cache.s3.landing import LandingArea
@@ -240,3 +242,24 @@ def test_without_boto3_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(TargetError, match=r"pip install 'lifeboatcache-core\[s3\]'"):
         S3Client("bucket")
+
+
+def test_a_bucket_that_cannot_be_listed_is_not_asked_at_every_look(tmp_path: Path) -> None:
+    class Denying:
+        asked = 0
+        where = "s3://kv"
+
+        def now(self) -> float:
+            return 1e9
+
+        def objects(self, prefix: str, after: str = "") -> list[Any]:
+            self.asked += 1
+            raise of_answer(self.where, 403, "AccessDenied")
+
+    client = Denying()
+    catalog = Catalog(cast(S3Client, client), Names.of(""), bytes(32), tmp_path)
+    for failing in (False, True):
+        assert catalog.failing is failing
+        with pytest.raises(S3Error):
+            catalog.refresh(whole=True)
+    assert not catalog.complete

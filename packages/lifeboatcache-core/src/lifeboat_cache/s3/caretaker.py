@@ -84,6 +84,7 @@ class S3Caretaker:
         self._problem = ""
         self._totals: Counter[str] = Counter()
         self._free = 0
+        self._in_vain = False  # whether to look again soon would change nothing
         self._report: JanitorReport | None = None
         self._said: tuple[str, float] = ("", float("-inf"))
         self._since: float | None = None  # begin of the pass under way
@@ -200,7 +201,7 @@ class S3Caretaker:
             return True
         capacity = self._settings.capacity
         full = capacity is not None and self._archive.used() > JanitorPolicy().high * capacity
-        return full and seconds >= _FULL_S
+        return full and not self._in_vain and seconds >= _FULL_S
 
     def _open(self, archive: Archive, keeping: Keeping) -> BucketJanitor:
         policy = JanitorPolicy(eviction=keeping.eviction, max_age_s=keeping.max_age_s)
@@ -236,6 +237,7 @@ class S3Caretaker:
         for verb, count in report.requests.items():
             totals[f"janitor_requests:{verb}"] += count
         self._totals = totals
+        self._in_vain = self._keeping.eviction == "none"
         if not report.busy:
             self._report = report
         self._problem = ""

@@ -26,6 +26,9 @@ _log = logging.getLogger("lifeboat_cache")
 #: The feed is listed so often: at least, and when nothing new has come for a while.
 _SOON_S, _LATER_S = 5.0, 60.0
 
+#: Who waits for the first look that goes through tries again after so many seconds at most.
+_AGAIN_S = 15.0
+
 #: All of it is listed after so many seconds, to find what was deleted.
 _WHOLE_S = 3600.0
 
@@ -78,6 +81,8 @@ class Catalog:
         self._next_at = 0.0
         self._pause_s = _SOON_S
         self._complete = False
+        self._failed_until = 0.0
+        self._failure_s = _SOON_S
 
     # What it knows ----------------------------------------------------------
 
@@ -85,6 +90,11 @@ class Catalog:
     def complete(self) -> bool:
         """Whether the last look at the feed went through."""
         return self._complete
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last look failed, and that was just now."""
+        return time.monotonic() < self._failed_until
 
     @property
     def used(self) -> int:
@@ -165,6 +175,11 @@ class Catalog:
             self._pause_s = _SOON_S if found else min(_LATER_S, 1.5 * self._pause_s)
             self._next_at = time.monotonic() + self._pause_s
             self._complete = True
+            self._failed_until, self._failure_s = 0.0, _SOON_S
+        except BaseException:
+            self._failed_until = time.monotonic() + self._failure_s
+            self._failure_s = min(_AGAIN_S, 1.5 * self._failure_s)
+            raise
         finally:
             self._refreshing.release()
 

@@ -90,6 +90,13 @@ class S3Reader(TargetReader):
             for _ in self._catalog.recall():
                 pass
             yield from self._new(skip)
+        if not (self._first and self._catalog.failing):
+            self._refresh()
+        yield from self._new(skip)
+        if self._archive.has_fetcher:
+            self._archive.fetcher.tidy()
+
+    def _refresh(self) -> None:
         try:
             self._catalog.refresh(whole=self._first)
         except S3Error as exc:
@@ -98,9 +105,6 @@ class S3Reader(TargetReader):
                 _log.warning("LifeboatCache: what is in the bucket is not known yet: %s", exc)
         else:
             self._first = False
-        yield from self._new(skip)
-        if self._archive.has_fetcher:
-            self._archive.fetcher.tidy()
 
     def _new(self, skip: bytes | None) -> Iterator[JournalPage]:
         for name in self._catalog.slices(self._slices):
