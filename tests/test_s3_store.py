@@ -290,3 +290,28 @@ def test_what_is_purged_while_it_waits_does_not_get_into_the_bucket(
     content = s3.client().get_object(Bucket=bucket, Key=name)["Body"].read()
     assert all(CONTENT[number].tobytes() not in content for number in range(5))
     assert all(CONTENT[number].tobytes() in content for number in range(5, BLOCKS))
+
+
+@pytest.mark.parametrize("count", [5, BLOCKS])
+def test_what_is_purged_while_it_is_uploaded_does_not_stay_in_the_bucket(
+    node: MakeNode,
+    s3: S3Server,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+) -> None:
+    a = node("a")
+    a.keep()
+    put_file, waiting = a.archive.client.put_file, a.archive.settings.path / "staging"
+    keys = frozenset(int.from_bytes(key[:8], "little") for key in KEYS[:count])
+
+    def slow(key: str, fd: int, size: int) -> None:
+        put_file(key, fd, size)
+        Janitor(FilesystemTarget(waiting)).doom(Selection(keys=keys))
+
+    monkeypatch.setattr(a.archive.client, "put_file", slow)
+    a.upload()
+    assert node("b").hits() == BLOCKS - count
+    for name in s3.objects(bucket):
+        content = s3.client().get_object(Bucket=bucket, Key=name)["Body"].read()
+        assert all(CONTENT[number].tobytes() not in content for number in range(count))

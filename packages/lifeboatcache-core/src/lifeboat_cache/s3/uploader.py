@@ -197,10 +197,18 @@ class Uploader:
             try:
                 key = archive.names.segment(folder, sealed.writer, sealed.number)
                 archive.client.put_file(key, fd, size)
+                # What was purged while it was sent does not stay there, either.
+                while (left := _living(sealed)).entries.shape[0] < sealed.entries.shape[0]:
+                    sealed, size = left, left.size
+                    if size:
+                        archive.client.put_file(key, fd, size)
+                    else:
+                        archive.client.delete([key])
             finally:
                 close_file(fd)
-            self._publish(sealed.namespace, sealed.writer, sealed.number, size, sealed.entries)
-            self.uploaded += 1
+            if size:
+                self._publish(sealed.namespace, sealed.writer, sealed.number, size, sealed.entries)
+                self.uploaded += 1
         self.waiting = max(0, self.waiting - waited)
         # Not cut before: who reads it just now goes on.
         with contextlib.suppress(FileNotFoundError):
