@@ -84,9 +84,27 @@ def test_figures_are_the_engines_and_changes_reach_it(
             lambda now: [one["codec"] for one in now["codecs"]] == ["raw", "lossless"],
         )
         assert facts["since_ever"]["saved_bytes"] > 0
-        # Eviction is the agent's.
-        pages.save(**{"eviction.policy": "none"})
-        until(lambda: pages.get("/api/overview"), lambda now: now["healthy"])
+        # Its targets, too: new blocks go to a second one, without a restart.
+        tier = {"name": "second", "type": "filesystem", "path": str(home / "second")}
+        done = pages.save(**{f"storage.tiers.new.{key}": text for key, text in tier.items()})
+        assert not any(one["restart"] for one in done["changes"])
+        until(
+            lambda: pages.get("/api/targets")["targets"],
+            lambda now: any(
+                one["name"] == "second" and any(user["writing"] for user in one["seen_by"])
+                for one in now
+            ),
+        )
+        assert server.complete(long_prompt(14, seed=3)).cached_tokens == 0
+        until(lambda: list((home / "second").glob("*/*.segment")), bool)
+        # What prompts were made of is what vLLM says.
+        asked = server.metric("vllm:prompt_tokens_total")
+        facts = until(
+            lambda: pages.get("/api/overview")["since_ever"],
+            lambda now: now["prompt_tokens"] == asked,
+        )
+        assert facts["token_hit_rate"] == facts["engine_hit_rate"] == 0
+        assert facts["prefill_tokens_per_second"] > 0
         server.stop(signal.SIGTERM)
 
         # Both codecs are read back, and tokens are those that vLLM counts.
@@ -102,9 +120,25 @@ def test_figures_are_the_engines_and_changes_reach_it(
         )
         assert facts["since_ever"]["loaded_bytes"] == server.metric("lifeboat_bytes_loaded_total")
         assert facts["since_ever"]["loaded_blocks"] == server.metric("lifeboat_blocks_loaded_total")
+        ever = until(
+            lambda: pages.get("/api/overview")["since_ever"],
+            lambda now: now["prompt_tokens"] == asked + server.metric("vllm:prompt_tokens_total"),
+        )
+        assert ever["token_hit_rate"] == said / ever["prompt_tokens"]
+        assert ever["loads"] == server.metric("lifeboat_load_seconds_count")
+        assert ever["load_p99_s"] >= ever["load_p50_s"] > 0
         shown = re.sub(r"<[^>]*>", " ", pages.text("/"))
         assert "2.0k in all" in shown
         samples = pages.get("/api/history")["samples"]
         assert len(samples) >= 2, "history goes on across the engine's restart"
         assert running(home)
+        # Eviction is the agent's: it makes room within the capacity that is saved here.
+        done = pages.save(**{"storage.tiers.0.capacity_gb": "0.01"})
+        assert not any(one["restart"] for one in done["changes"])
+        until(
+            lambda: {one["name"]: one for one in pages.get("/api/targets")["targets"]},
+            lambda now: (now["second"]["evicted_blocks"] or 0) > 0,
+        )
+        pages.save(**{"eviction.policy": "none"})
+        assert load_config().config.eviction.policy == "none"
         server.stop(signal.SIGKILL)
