@@ -148,6 +148,10 @@ def test_tiers_are_added_and_taken_out(dashboard: Dashboard, file: Path) -> None
     }
     missing = program.check(**{name: new[name] for name in list(new)[:2]})
     assert "missing" in missing["problems"]["storage.tiers.new.path"]
+    added = program.check(**new)["changes"]
+    assert [(one["key"], one["new"], one["restart"]) for one in added] == [
+        ("storage.tiers[1]", "hdd", False)
+    ]
     assert program.save(**new).status_code == 200
     assert [tier.name for tier in load_config(file).config.storage.tiers] == ["nvme", "hdd"]
     assert "# fast" in file.read_text()
@@ -156,7 +160,8 @@ def test_tiers_are_added_and_taken_out(dashboard: Dashboard, file: Path) -> None
     assert "give each tier a name of its own" in next(
         iter(program.check(**twice)["problems"].values())
     )
-    assert program.save(**{"storage__tiers__0__!remove": "yes"}).status_code == 200
+    gone = program.save(**{"storage__tiers__0__!remove": "yes"})
+    assert [one["restart"] for one in gone.json()["changes"]] == [False]
     assert [tier.name for tier in load_config(file).config.storage.tiers] == ["hdd"]
     program.read()
     assert program.save(**{"storage__tiers__0__!remove": "yes"}).status_code == 200

@@ -460,13 +460,14 @@ def _edit_list(
             text = yamltext.remove(text, item)
             _drop(expected, item)
             was = stored.text_of((*item, keys[0].name), keys[0])
-            changes.append(Change(key_path(item), was, "", True))
+            changes.append(Change(key_path(item), was, "", keys[0].restart))
     # What a choice stands at when nothing was written says nothing of a new item.
     if any(key.name in new for key in keys if not key.options):
         added = {key.name: _value(new[key.name], key) for key in keys if key.name in new}
         text = yamltext.append_item(text, section, added)
         _extend(expected, section, added)
-        changes.append(Change(f"{prefix}[{len(items)}]", "", str(new.get(keys[0].name, "")), True))
+        name = str(new.get(keys[0].name, ""))
+        changes.append(Change(f"{prefix}[{len(items)}]", "", name, keys[0].restart))
     return text
 
 
