@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +147,52 @@ def places(sizes: list[list[int]], *, gaps: bool) -> list[int]:
         if gaps:
             end = -(-end // PAGE) * PAGE
     return offsets
+
+
+@pytest.mark.parametrize("mode", [layout.SCATTER, layout.BOUNCE])
+def test_turns_are_given_back_whatever_becomes_of_a_task(tmp_path: Path, mode: int) -> None:
+    """Threads take turns where a device is waited for: one that is lost would stop them all."""
+    pool = Pool(threads=4)
+    before = _turns(pool.pool)
+    assert before == [len(os.sched_getaffinity(0))] * 2
+    sizes = [[PAGE, 2 * PAGE]] * 3
+    offsets = places(sizes, gaps=True)
+    memory = memory_of(sizes, None, 0)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    chunk = layout.DIRECT_CHUNK_BYTES
+    try:
+        store = task_of("store", fd, mode, memory, offsets, chunk_bytes=chunk)
+        pool.run(store)
+        assert store.outcomes.tolist() == [OK] * 3
+        wrong = store.checksums.copy()
+        wrong[1] ^= 1
+        for _ in range(3 * before[0]):
+            good = task_of("load", fd, mode, memory, offsets, store.checksums, chunk_bytes=chunk)
+            pool.run(good)
+            assert good.outcomes.tolist() == [OK] * 3
+            bad = task_of("load", fd, mode, memory, offsets, wrong, chunk_bytes=chunk)
+            pool.run(bad)
+            assert bad.outcomes.tolist() == [OK, Outcome.CORRUPT, OK]
+        os.truncate(fd, offsets[1] + PAGE)
+        for _ in range(3 * before[0]):
+            cut = task_of("load", fd, mode, memory, offsets, store.checksums, chunk_bytes=chunk)
+            pool.run(cut)
+            assert cut.outcomes.tolist() == [OK, Outcome.MISSING, Outcome.MISSING]
+        assert _turns(pool.pool) == before
+    finally:
+        os.close(fd)
+        pool.pool.stop()
+    assert pool.pool.join(60)
+
+
+def _turns(pool: NativePool) -> list[int]:
+    """How many turns there are to be taken, of loads and of stores."""
+    counts = []
+    for reading in pool._turns[::2]:
+        room = bytearray(4)
+        fcntl.ioctl(reading, termios.FIONREAD, room)
+        counts.append(int.from_bytes(room, sys.byteorder))
+    return counts
 
 
 @given(

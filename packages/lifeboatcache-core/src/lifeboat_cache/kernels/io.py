@@ -80,6 +80,30 @@ def _judge(task: Any, block: Any, state: Any, scratch: Any) -> Any:
 
 
 @helper
+def _take_turn(task: Any) -> Any:
+    """Wait until this thread may compute on what it has read, or will write.
+
+    Threads that compute all at a time share the cores, are done at the same time and ask the
+    device at the same time, which is idle in between. In turns, each asks as soon as it can.
+    """
+    while task[L.TASK_TURN_IN] >= 0:
+        if read(np.int32(task[L.TASK_TURN_IN]), task[L.TASK_TURN], np.uint64(1)) == 1:
+            return
+        if errno() != _EINTR:
+            task[L.TASK_TURN_IN] = np.int64(-1)  # then without
+
+
+@helper
+def _give_turn(task: Any) -> Any:
+    """Let the next thread compute."""
+    while task[L.TASK_TURN_IN] >= 0:
+        if write(np.int32(task[L.TASK_TURN_OUT]), task[L.TASK_TURN], np.uint64(1)) == 1:
+            return
+        if errno() != _EINTR:
+            return
+
+
+@helper
 def _sum_up(task: Any, block: Any, state: Any) -> Any:
     """Put a whole block into its checksum; what fills its last page does not belong to it."""
     starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
@@ -162,6 +186,7 @@ def _scatter_read(task: Any, fd: Any, first: Any, last: Any, cached: Any, sums: 
         if error != 0 or moved == 0:
             return block, error
         position += moved
+        _take_turn(task)
         while moved > 0:
             part = min(iov[2 * piece + 1] - skip, moved)
             xxh3.update(state, iov[2 * piece] + skip, part)
@@ -175,10 +200,12 @@ def _scatter_read(task: Any, fd: Any, first: Any, last: Any, cached: Any, sums: 
                 _judge(task, block, state, sums)
                 block += 1
                 if block == last:
+                    _give_turn(task)
                     return block, np.int64(0)
                 piece, skip = starts[block], np.int64(0)
                 wanted = lengths[block]
                 _begin(task, block, state)
+        _give_turn(task)
 
 
 @helper
@@ -210,6 +237,7 @@ def _bounce_read(
             return block, error
         if moved == 0:
             return block, np.int64(0)
+        _take_turn(task)
         while block < last and offsets[block] + inside < position + moved:
             at = offsets[block] + inside - position
             left = min(lengths[block] - inside, moved - at)
@@ -230,6 +258,7 @@ def _bounce_read(
             inside = np.int64(0)
             if block < last:
                 piece, skip = starts[block], np.int64(0)
+        _give_turn(task)
         position += moved
         if moved % _PAGE != 0 and position < end:
             return block, np.int64(0)  # the end of the file
@@ -322,9 +351,11 @@ def _coded_read(
             got += moved
             if moved == 0 or got % _PAGE != 0:
                 break  # the end of the file
+        _take_turn(task)
         while block < end and offsets[block] - begin + lengths[block] <= got:
             _restore(task, block, scratch + (offsets[block] - begin), work, sums)
             block += 1
+        _give_turn(task)
         if block < end:
             return block, error
     return block, np.int64(0)
@@ -567,7 +598,9 @@ def _coded_store(task: Any, scratch: Any, room: Any, work: Any) -> Any:
         error = np.int64(0)
         single = False
         while block < last and error == 0:
+            _take_turn(task)
             end, filled = _fill(task, block, last, single, scratch, room, work)
+            _give_turn(task)
             if end == block:
                 error = np.int64(_EIO)  # the planner knows the room there is
                 break
@@ -611,12 +644,14 @@ def _store(task: Any, scratch: Any, room: Any) -> Any:
         single = False
         while block < last and error == 0:
             end, size = block, np.int64(0)
+            _take_turn(task)
             while end < last and (end == block or size + lengths[end] <= task[L.TASK_CHUNK]):
                 _checksum(task, end, task[L.TASK_CHECKSUMS] + end * _CHECKSUM)
                 size += lengths[end]
                 end += 1
                 if single:
                     break
+            _give_turn(task)
             if mode == L.BOUNCE:
                 error = _bounce_write(task, fd, block, end, scratch, room)
             else:
@@ -660,7 +695,12 @@ def _take(context: Any, waits: Any) -> Any:
 
 
 @helper
-def _work(task: Any, own: Any, sums: Any) -> Any:
+def _work(task: Any, own: Any, lane: Any, turn: Any, sums: Any) -> Any:
+    # What is copied from and to the page cache waits for no device.
+    turns = task[L.TASK_CHUNK] >= L.DIRECT_CHUNK_BYTES
+    task[L.TASK_TURN_IN] = own[L.THREAD_TURNS + 2 * lane] if turns else np.int64(-1)
+    task[L.TASK_TURN_OUT] = own[L.THREAD_TURNS + 2 * lane + 1]
+    task[L.TASK_TURN] = turn
     scratch, room, work = own[L.THREAD_SCRATCH], own[L.THREAD_ROOM], own[L.THREAD_WORK]
     if task[L.TASK_ROWS] == 0:  # copies stay in the cache
         room = min(room, np.int64(L.BOUNCE_BYTES))
@@ -693,7 +733,7 @@ def io_thread(context: Any) -> Any:
             if words_at(own[L.THREAD_FLAGS])[0] != 0:
                 _cancel(task)
             else:
-                _work(task, own, context + 8 * L.THREAD_SUMS)
+                _work(task, own, lane, context + 8 * L.THREAD_TURN, context + 8 * L.THREAD_SUMS)
         words_at(answer)[0] = address
         while write(np.int32(own[L.THREAD_LOADS_DONE + lane]), answer, np.uint64(8)) != 8:
             if errno() != _EINTR:

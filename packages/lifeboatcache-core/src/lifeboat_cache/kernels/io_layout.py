@@ -26,6 +26,11 @@ TASK_WITHIN = 15
 TASK_STAGING = 16
 TASK_PLACES = 17
 TASK_SIZES = 18
+#: Filled in by the thread: ends of its pipe with turns (``THREAD_TURNS``), -1 for none, and an
+#: address with room for one.
+TASK_TURN_IN = 19
+TASK_TURN_OUT = 20
+TASK_TURN = 21
 TASK_WORDS = 24
 
 #: Values of ``TASK_OP``.
@@ -76,4 +81,9 @@ THREAD_POLL = 10
 THREAD_SUMS = 12
 #: Address of the coders' working memory.
 THREAD_WORK = 14
-THREAD_WORDS = 16
+#: Pipes with a byte for each thread that may compute at a time: reading and writing end of that
+#: of loads, and of that of stores.
+THREAD_TURNS = 16
+#: Room for such a byte.
+THREAD_TURN = 20
+THREAD_WORDS = 21

@@ -97,6 +97,7 @@ class NativePool:
         self._out: list[int] = []
         self._from: list[int] = []
         self._done: list[int] = []
+        self._turns: list[int] = []
         self._contexts: list[npt.NDArray[np.int64]] = []
         self._scratch: list[npt.NDArray[np.uint8]] = []
         self._running = 0
@@ -129,6 +130,8 @@ class NativePool:
                 ins.append(giving)
             # All threads look when a task comes, and one of them gets it.
             os.set_blocking(self._from[-1], False)
+            self._turns += os.pipe2(os.O_CLOEXEC)
+            os.write(self._turns[-1], bytes(len(os.sched_getaffinity(0))))
 
     def _prepare(self, count: int) -> None:
         """Lay out what each thread starts with."""
@@ -145,6 +148,7 @@ class NativePool:
             context[layout.THREAD_ROOM] = layout.SCRATCH_BYTES
             context[layout.THREAD_WORK] = scratch.ctypes.data + layout.SCRATCH_BYTES
             context[layout.THREAD_FLAGS] = self._flags.ctypes.data
+            context[layout.THREAD_TURNS : layout.THREAD_TURNS + 4] = self._turns
             self._scratch.append(scratch)
             self._contexts.append(context)
 
@@ -273,7 +277,7 @@ class NativePool:
                 os.write(self._into[_LOAD], _END)
 
     def _release(self) -> None:
-        for end in (*self._from, *self._done, *self._into, *self._out):
+        for end in (*self._from, *self._done, *self._into, *self._out, *self._turns):
             os.close(end)
         self._scratch.clear()
         _alive.discard(self)
