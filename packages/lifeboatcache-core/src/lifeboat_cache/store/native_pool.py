@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.kernels.codec_layout import SCRATCH_BYTES as CODER_BYTES
 from lifeboat_cache.store.io_task import IoTask
-from lifeboat_cache.system import DARWIN
+from lifeboat_cache.system import DARWIN, usable_cpus
 
 __all__ = ["NativePool"]
 
@@ -130,8 +130,8 @@ class NativePool:
                 ins.append(giving)
             # All threads look when a task comes, and one of them gets it.
             os.set_blocking(self._from[-1], False)
-            self._turns += os.pipe2(os.O_CLOEXEC)
-            os.write(self._turns[-1], bytes(len(os.sched_getaffinity(0))))
+            self._turns += os.pipe()
+            os.write(self._turns[-1], bytes(usable_cpus()))
 
     def _prepare(self, count: int) -> None:
         """Lay out what each thread starts with."""
