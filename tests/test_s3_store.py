@@ -13,6 +13,7 @@ from s3_proxy import Fault, S3Proxy, s3_proxy
 from s3_server import S3Server
 
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
+from lifeboat_cache.errors import TargetError
 from lifeboat_cache.janitor import Janitor, Selection
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
@@ -315,3 +316,31 @@ def test_what_is_purged_while_it_is_uploaded_does_not_stay_in_the_bucket(
     for name in s3.objects(bucket):
         content = s3.client().get_object(Bucket=bucket, Key=name)["Body"].read()
         assert all(CONTENT[number].tobytes() not in content for number in range(count))
+
+
+def test_what_waits_for_one_bucket_does_not_get_into_another(
+    node: MakeNode, s3: S3Server, proxy: S3Proxy, bucket: str, tmp_path: Path
+) -> None:
+    a = node("a")
+    a.keep(0, 20)
+    a.upload()
+    proxy.faults(Fault("answer", verb="PUT|PART|MULTIPART_BEGIN", match="segments/"))
+    a.keep(20)
+    a.close()
+    proxy.faults()
+    # Somebody writes another bucket into the configuration.
+    other = s3.new_bucket()
+    archive = Archive(S3Settings("cold", tmp_path / "a", other, proxy.endpoint))
+    with pytest.raises(TargetError, match="set the tier's path"):
+        archive.probe()
+    assert not archive.uploader.flush(1)
+    archive.close()
+    again = node("a")
+    again.upload()
+    assert again.load().tolist() == ALL_OK
+    again.close()
+    # Nothing waits any more; of what was in the first one, nothing is found in the second.
+    last = Node(tmp_path / "a", other, proxy.endpoint)
+    assert last.hits() == 0
+    last.close()
+    assert not [name for name in s3.objects(other) if name.endswith(".segment")]

@@ -17,14 +17,17 @@ For eviction (whoever deletes from the bucket)
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import secrets
+import shutil
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lifeboat_cache.errors import ForeignDataError, NewerFormatError
+from lifeboat_cache.errors import ForeignDataError, NewerFormatError, TargetError
 from lifeboat_cache.format.header import FORMAT_VERSION
 from lifeboat_cache.s3.catalog import Catalog
 from lifeboat_cache.s3.client import S3Client
@@ -36,9 +39,12 @@ from lifeboat_cache.s3.settings import S3Settings
 from lifeboat_cache.s3.slices import blocks_of, pack_gone
 from lifeboat_cache.s3.staging import StagedWriter, StagingTarget
 from lifeboat_cache.s3.uploader import Uploader
-from lifeboat_cache.targets.layout import new_writer_id
+from lifeboat_cache.targets.layout import new_writer_id, write_atomically
 
 __all__ = ["Archive", "archive_of"]
+
+#: Which bucket a local directory is in front of.
+_OWNER = "bucket.json"
 
 
 class Archive:
@@ -62,6 +68,8 @@ class Archive:
         self._writers: set[StagedWriter] = set()
         self._known_documents: set[str] = set()
         self._surveyed: dict[str, tuple[int, int]] = {}
+        self._claiming = threading.Lock()
+        self._claimed = False
         self.staging = StagingTarget(
             settings.path / STAGING,
             name=settings.name,
@@ -131,6 +139,37 @@ class Archive:
 
     # Probing ----------------------------------------------------------------
 
+    def claim(self) -> None:
+        """Make sure that what is in the local directory belongs to this bucket.
+
+        Raises
+        ------
+        TargetError
+            If blocks wait there for another bucket.
+        OSError
+            If the directory cannot be used.
+        """
+        with self._claiming:
+            if self._claimed:
+                return
+            path, mine = self.settings.path, self.settings.location
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            before = ""
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                before = str(json.loads((path / _OWNER).read_bytes())["bucket"])
+            if before and before != mine:
+                if self.unfinished():
+                    raise TargetError(
+                        errno.EBUSY,
+                        f"blocks wait in {path} to be uploaded to {before}, not to {mine}: set the "
+                        f"tier's path to another directory, or delete {path / STAGING}",
+                    )
+                # What it says of the other bucket would be looked for in this one.
+                shutil.rmtree(path / "journals", ignore_errors=True)
+            if before != mine:
+                write_atomically(path / _OWNER, json.dumps({"bucket": mine}).encode() + b"\n")
+            self._claimed = True
+
     def probe(self) -> None:
         """Put, read and delete a small object, here and in the local directory.
 
@@ -139,6 +178,7 @@ class Archive:
         TargetError
             If the bucket or the directory cannot be used.
         """
+        self.claim()
         self.staging.probe()
         client = self.client
         client.check_bucket()

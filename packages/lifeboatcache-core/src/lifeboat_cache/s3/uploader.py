@@ -142,6 +142,7 @@ class Uploader:
             _log.warning("LifeboatCache: staged blocks wait for the bucket: %s", problem)
 
     def _round(self, *, hurry: bool) -> None:
+        self._archive.claim()
         now = time.monotonic()
         age = 0.0 if hurry else _SEAL_S
         todo = [
