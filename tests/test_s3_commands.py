@@ -16,6 +16,7 @@ from lifeboat_cache.keys import salt_tag
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.s3 import checking
 from lifeboat_cache.s3.archive import Archive
+from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.settings import S3Settings
 
 BLOCK = 65_536
@@ -182,6 +183,28 @@ def test_check_of_a_slice_that_cannot_be_read(run: Run, shelf: Shelf) -> None:
     assert findings(out) == [("slice-damaged", True)]
     assert run("check")[0] == 0
     assert (shelf.held(), shelf.segments()) == ([0], 1)
+
+
+@pytest.mark.parametrize("at", [5, 4096 + 128 + 5])
+def test_check_drops_nothing_that_was_damaged_on_its_way(
+    run: Run, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    shelf.segment(range(4))
+    get, read = S3Client.get, 0
+
+    def damaged(client: S3Client, key: str) -> bytes:
+        nonlocal read
+        data = bytearray(get(client, key))
+        if key.endswith(".journal"):
+            read += 1
+            if read == 2:  # the first time it is read to find out what there is
+                data[at] ^= 1
+        return bytes(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(S3Client, "get", damaged)
+        assert run("check", "--repair")[0] == 0
+    assert (shelf.held(), shelf.segments()) == ([*range(4)], 1)
 
 
 def test_commands_say_what_is_wrong_with_a_bucket(

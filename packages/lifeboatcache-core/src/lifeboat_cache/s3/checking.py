@@ -5,6 +5,7 @@ Everything is read, which costs requests and, with some providers, what is trans
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from lifeboat_cache.checksum import (
     payload_checksum,
 )
 from lifeboat_cache.codecs.names import CODECS
-from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.errors import FormatError, LifeboatError
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE, Entries
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
 from lifeboat_cache.s3.archive import Archive
@@ -159,6 +160,8 @@ class _Check:
     def _check_segment(self, segment: HeldSegment, size: int | None) -> None:
         name = str(segment.name)
         if size is None:
+            size = self._size_of(segment)
+        if size is None:
             self._find(
                 "segment-missing",
                 name,
@@ -186,10 +189,8 @@ class _Check:
         """All records that the segment's slices name; ``None`` if they cannot be read."""
         found: list[Entries] = []
         for name in segment.names:
-            key = self._names.in_feed(self._held.directory, name)
             try:
-                data = self._client.get(key)
-                entries, bad = unpack_slice(data, self._held.digest, name)
+                entries, bad = self._slice(name)
             except S3Error as error:
                 if error.fault is not Fault.MISSING:
                     raise
@@ -218,6 +219,24 @@ class _Check:
         _, first = np.unique(together["slot"], return_index=True)
         once: Entries = together[first]
         return once
+
+    def _size_of(self, segment: HeldSegment) -> int | None:
+        """What a listing does not have may be there: it may lag."""
+        try:
+            return self._client.size_of(self._names.segment(self._held.directory, *segment.place))
+        except S3Error as error:
+            if error.fault is not Fault.MISSING:
+                raise
+            return None
+
+    def _slice(self, name: FeedName) -> tuple[Entries, int]:
+        """What a slice holds; a verdict that drops data has to be certain."""
+        key = self._names.in_feed(self._held.directory, name)
+        with contextlib.suppress(FormatError):
+            found = unpack_slice(self._client.get(key), self._held.digest, name)
+            if not found[1]:
+                return found
+        return unpack_slice(self._client.get(key), self._held.digest, name)
 
     def _rewrite(self, name: FeedName, entries: Entries) -> None:
         data = pack_slice(self._held.digest, name.writer, name.number, entries)
