@@ -75,6 +75,20 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while() -> None:
     assert health.problem == ""
 
 
+def test_many_requests_that_fail_at_once_are_one_reason_to_pause() -> None:
+    clock = Clock()
+    health = Health(clock)
+    for number in range(16):
+        health.bad(str(number))
+    clock.now += 0.6
+    assert health.may_try()
+    health.bad("again")  # the one that was let through: the next pause is longer
+    clock.now += 0.6
+    assert not health.may_try()
+    clock.now += 0.5
+    assert health.may_try()
+
+
 def test_memory_for_reads_is_used_again_and_bounded() -> None:
     area = LandingArea(limit=4 << 20)
     first = area.take(3 << 20)

@@ -23,6 +23,7 @@ class Health:
         self._failures = 0
         self._pause_s = _LEAST_S
         self._until = 0.0
+        self._trying = False  # one has been let through after a pause
         self.problem = ""
 
     def may_try(self) -> bool:
@@ -33,6 +34,7 @@ class Health:
             if self._clock() < self._until:
                 return False
             self._until = self._clock() + self._pause_s
+            self._trying = True
             return True
 
     def good(self) -> None:
@@ -41,12 +43,16 @@ class Health:
             return
         with self._lock:
             self._failures, self._pause_s, self._until = 0, _LEAST_S, 0.0
+            self._trying = False
             self.problem = ""
 
     def bad(self, problem: str) -> None:
         """Say that it has not."""
         with self._lock:
             self.problem = problem
+            if self._clock() < self._until and not self._trying:
+                return  # of many that were under way when the pause began, the first has counted
+            self._trying = False
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 self._until = self._clock() + self._pause_s
