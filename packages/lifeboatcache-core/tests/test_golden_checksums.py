@@ -72,7 +72,7 @@ def test_checksums_are_what_the_format_says() -> None:
 
 
 def check(root: Path, key: IntegrityKey | None, *, repair: bool = False) -> CheckReport:
-    tier = Tier.model_construct(name="disk", path=root, direct_io="auto")
+    tier = Tier.model_construct(name="disk", type="filesystem", path=root, direct_io="auto")
     return check_targets([tier], key=key, repair=repair)
 
 
