@@ -95,7 +95,7 @@ def test_native_threads_that_cannot_be_started_leave_nothing(
     assert kernel_home.is_dir()
     before = descriptors()
     started: list[threading.Thread] = []
-    start, pipe = threading.Thread.start, os.pipe2
+    start, pipe = threading.Thread.start, os.pipe
     pipes = 0
 
     def start_some(thread: threading.Thread) -> None:
@@ -104,18 +104,18 @@ def test_native_threads_that_cannot_be_started_leave_nothing(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    def open_some(flags: int) -> tuple[int, int]:
+    def open_some() -> tuple[int, int]:
         nonlocal pipes
         pipes += 1
         if fails == "pipe" and pipes == 3:
             raise OSError(24, "Too many open files")
-        return pipe(flags)
+        return pipe()
 
     def start_none(pool: NativePool, address: int) -> None:
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(threading.Thread, "start", start_some)
-    monkeypatch.setattr(os, "pipe2", open_some)
+    monkeypatch.setattr(os, "pipe", open_some)
     if fails == "native":
         monkeypatch.setattr(NativePool, "_start", start_none)
     with pytest.raises((OSError, RuntimeError)):
