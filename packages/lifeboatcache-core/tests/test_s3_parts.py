@@ -21,7 +21,7 @@ from lifeboat_cache.s3.catalog import Catalog
 from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.connections import Connections
 from lifeboat_cache.s3.errors import Fault, S3Error, of_answer
-from lifeboat_cache.s3.fetcher import Fetcher
+from lifeboat_cache.s3.fetcher import Fetcher, Source
 from lifeboat_cache.s3.health import Health
 from lifeboat_cache.s3.landing import LandingArea
 from lifeboat_cache.s3.names import FeedName, Names, parse_feed
@@ -132,29 +132,51 @@ def test_segments_are_told_from_what_others_keep_in_the_bucket(prefix: str) -> N
         assert not names.is_segment(names.prefix + other)
 
 
+def remote_load(count: int) -> IoTask:
+    """A load of some blocks of a segment that is in a bucket."""
+    return IoTask(
+        "load",
+        np.arange(count),
+        np.array([[-2, 0, 0, count, -1]], dtype=np.int64),
+        np.arange(count) * 4096,
+        np.full(count, 4096),
+        np.zeros((count, 2), dtype=np.uint64),
+        np.arange(count + 1),
+        np.zeros((count, 96), dtype=np.uint8),
+        np.zeros((count, 16), dtype=np.uint8),
+        np.zeros(count, dtype=np.uint8),
+        4096,
+        np.full(count, Outcome.PENDING, dtype=np.uint8),
+    )
+
+
 def test_loads_of_what_went_while_they_waited_end_as_misses() -> None:
     fetcher = Fetcher(cast(S3Client, None), Health(), 1.0)
     ended: queue.Queue[list[IoTask]] = queue.Queue()
-    count = 3
     for _ in range(200):  # more than there is memory for, if it were not given back
-        runs = np.array([[-2, 0, 0, count, -1]], dtype=np.int64)
-        task = IoTask(
-            "load",
-            np.arange(count),
-            runs,
-            np.arange(count) * 4096,
-            np.full(count, 4096),
-            np.zeros((count, 2), dtype=np.uint64),
-            np.arange(count + 1),
-            np.zeros((count, 96), dtype=np.uint8),
-            np.zeros((count, 16), dtype=np.uint8),
-            np.zeros(count, dtype=np.uint8),
-            4096,
-            np.full(count, Outcome.PENDING, dtype=np.uint8),
-        )
+        task = remote_load(3)
         fetcher.fetch([task], lambda fd: None, ended.put, ended.put)
         assert ended.get(timeout=5.0) == [task]
         assert set(task.outcomes.tolist()) == {Outcome.MISSING}
+    fetcher.close()
+
+
+@pytest.mark.parametrize("when", ["before there is memory", "with memory"])
+def test_a_fault_of_ours_ends_a_load(when: str) -> None:
+    fetcher = Fetcher(cast(S3Client, None), Health(), 1.0)
+    ended: queue.Queue[list[IoTask]] = queue.Queue()
+
+    def source(fd: int) -> Source:
+        if when == "before there is memory":
+            raise RuntimeError("a fault")
+        return Source("key", lambda: True)
+
+    for _ in range(200):
+        task = remote_load(3)
+        task.offsets.flags.writeable = False  # it cannot be led to the memory
+        fetcher.fetch([task], source, ended.put, ended.put)
+        assert ended.get(timeout=5.0) == [task]
+        assert set(task.outcomes.tolist()) == {Outcome.UNAVAILABLE}
     fetcher.close()
 
 

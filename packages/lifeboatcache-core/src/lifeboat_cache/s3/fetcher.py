@@ -172,7 +172,7 @@ class Fetcher:
             if group is None:
                 return
             late = time.monotonic() >= group[0].deadline
-            if late or not self._health.may_try() or not self._start(group):
+            if late or not self._health.may_try() or not self._started(group):
                 tasks = [one.task for one in group]
                 for task in tasks:
                     task.outcomes[:] = Outcome.UNAVAILABLE
@@ -193,6 +193,13 @@ class Fetcher:
             group.append(self._waiting.popleft())
         return group
 
+    def _started(self, waited: list[_Wait]) -> bool:
+        try:
+            return self._start(waited)
+        except Exception:  # a fault of ours: the blocks are missing, no job waits for ever
+            _log.exception("LifeboatCache: a load from a bucket failed; please report this")
+            return False
+
     def _start(self, waited: list[_Wait]) -> bool:
         tasks, sources = [one.task for one in waited], waited[0].sources
         deadline, ready, failed = waited[0].deadline, waited[0].ready, waited[0].failed
@@ -207,17 +214,11 @@ class Fetcher:
             _log.warning("LifeboatCache: no memory for a load from a bucket: %s", exc)
             return False
         group = _Group(tasks, landing, ready, failed, users=len(tasks))
-        pieces: list[Callable[[], None]] = []
-        for one in ranges:
-            _move(one, landing.fd)
-            for first in range(one.begin, one.end, _RANGE_BYTES):
-                last = min(one.end, first + _RANGE_BYTES)
-                pieces.append(partial(self._piece, group, one, first, last, deadline))
-        # Segments that went while their loads waited.
-        for task in tasks:
-            for fd, _, begin, count, *_ in task.runs.tolist():
-                if fd < -1:
-                    group.lost.append((task, begin, begin + count, Outcome.MISSING))
+        try:
+            pieces = self._pieces(group, ranges, deadline)
+        except BaseException:
+            self._area.give_back(landing)
+            raise
         group.left = len(pieces)
         for task in tasks:
             task.holds = (*task.holds, group)
@@ -229,6 +230,23 @@ class Fetcher:
             self._under_way += len(pieces)
         self._pool.submit("load", pieces)
         return True
+
+    def _pieces(
+        self, group: _Group, ranges: Sequence[_Range], deadline: float
+    ) -> list[Callable[[], None]]:
+        """Requests for ranges, whose runs are led to the landing."""
+        pieces: list[Callable[[], None]] = []
+        for one in ranges:
+            _move(one, group.landing.fd)
+            for first in range(one.begin, one.end, _RANGE_BYTES):
+                last = min(one.end, first + _RANGE_BYTES)
+                pieces.append(partial(self._piece, group, one, first, last, deadline))
+        # Segments that went while their loads waited.
+        for task in group.tasks:
+            for fd, _, begin, count, *_ in task.runs.tolist():
+                if fd < -1:
+                    group.lost.append((task, begin, begin + count, Outcome.MISSING))
+        return pieces
 
     def _piece(self, group: _Group, of: _Range, first: int, last: int, deadline: float) -> None:
         outcome = self._read(group.landing, of, first, last, deadline)
