@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from s3_proxy import Fault as ProxyFault
+from s3_proxy import s3_proxy
 from s3_server import S3Server
 
 from lifeboat_cache.s3.client import PART_BYTES, S3Client
@@ -67,6 +69,27 @@ def test_an_object_that_is_not_there_is_missing_and_no_error(client: S3Client) -
         client.get("none")
     assert caught.value.fault is Fault.MISSING
     assert not client.traffic.snapshot().errors
+
+
+def test_a_proxy_is_used_where_the_environment_names_one(
+    s3: S3Server, client: S3Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.put("a/b", b"0123456789")
+    tagged = client.get_tagged("a/b")
+    with s3_proxy(s3.port) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.endpoint)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        with closing(S3Client(client.bucket, endpoint_url=s3.endpoint)) as proxied:
+            assert not proxied.put("a/b", b"other", absent=True)
+            assert read(proxied, "a/b", 2, 3) == b"234"
+            assert proxied.get_tagged("a/b") == tagged
+            assert dict(proxy.counts()) == {"PUT": 1, "GET": 2}
+            with pytest.raises(S3Error) as caught:
+                proxied.get("none")
+            assert caught.value.fault is Fault.MISSING
+            proxy.faults(ProxyFault(do="truncate", verb="GET", times=1))
+            assert proxied.get("a/b") == b"0123456789"
 
 
 def test_conditions_decide_who_comes_first(client: S3Client) -> None:

@@ -174,6 +174,79 @@ def test_check_finds_and_mends(run: Run, shelf: Shelf, monkeypatch: pytest.Monke
     assert spoiled in shelf.feed()
 
 
+@pytest.mark.parametrize("when", ["before it is looked for", "while it is read"])
+def test_check_calls_nothing_wrong_that_was_evicted_meanwhile(
+    run: Run, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    shelf.segment(range(4))
+    evicted = shelf.segment(range(4, 8))
+    segment = shelf.names.segment(shelf.folder, evicted.writer, 0)
+    read, objects = S3Client.read, S3Client.objects
+
+    def evict() -> None:
+        shelf.client.delete([shelf.names.in_feed(shelf.folder, evicted)])
+        shelf.client.delete([segment])
+
+    def reading(client: S3Client, key: str, *rest: Any) -> None:
+        if key == segment:
+            evict()
+        read(client, key, *rest)
+
+    def listing(client: S3Client, prefix: str, *rest: Any) -> Any:
+        if prefix.endswith("/segments/"):
+            evict()
+        return objects(client, prefix, *rest)
+
+    with monkeypatch.context() as patch:
+        if when == "while it is read":
+            patch.setattr(S3Client, "read", reading)
+        else:
+            patch.setattr(S3Client, "objects", listing)
+        code, out, _ = run("check", "--repair", "--json")
+    assert (code, findings(out)) == (0, [])
+    records = json.loads(out)["targets"][0]["namespaces"][0]["records"]
+    assert (records["verified"], records["dead"], records["bad"]) == (4, 4, 0)
+
+
+def test_check_deletes_no_orphan_that_a_second_listing_names(
+    run: Run, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "ORPHAN_S", -5.0)
+    late = shelf.segment([1])
+    shelf.segment([2], named=False)
+    objects, left_out = S3Client.objects, True
+
+    def lagging(client: S3Client, prefix: str, *rest: Any) -> Any:
+        nonlocal left_out
+        if prefix.endswith("/segments/"):  # what they are has been listed before
+            left_out = False
+        for one in objects(client, prefix, *rest):
+            if not (left_out and one.key.endswith(str(late))):
+                yield one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(S3Client, "objects", lagging)
+        _, out, _ = run("check", "--repair", "--json")
+    assert [kind for kind, _ in findings(out)] == ["orphan-segment"] * 2
+    assert (shelf.held(), shelf.segments()) == ([1], 1)
+
+
+def test_all_directories_before_one_bucket_are_looked_at(
+    run: Run, home: Path, shelf: Shelf, tmp_path: Path
+) -> None:
+    config = json.loads((home / "lifeboat.yaml").read_text())
+    (tier,) = config["storage"]["tiers"]
+    config["storage"]["tiers"] = [
+        {**tier, "name": name, "path": str(tmp_path / name)} for name in ("one", "two")
+    ]
+    (home / "lifeboat.yaml").write_text(json.dumps(config))
+    for name in ("one", "two"):
+        (tmp_path / name / "staging").mkdir(parents=True)
+    _, out, _ = run("ls", "--json")
+    names = [target["name"] for target in json.loads(out)["targets"]]
+    assert names[:3] == ["one", "one.staging", "two.staging"]
+
+
 def test_check_of_a_slice_that_cannot_be_read(run: Run, shelf: Shelf) -> None:
     shelf.segment([0])
     name = shelf.segment([1])

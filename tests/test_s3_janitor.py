@@ -18,6 +18,7 @@ from lifeboat_cache.format.header import MAGIC_ACCESS, FileHeader
 from lifeboat_cache.janitor import JanitorPolicy, Selection
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.s3 import janitor as janitor_module
+from lifeboat_cache.s3 import lease as lease_module
 from lifeboat_cache.s3.archive import Archive
 from lifeboat_cache.s3.errors import S3Error
 from lifeboat_cache.s3.janitor import BucketJanitor
@@ -281,6 +282,51 @@ def test_one_node_at_a_time(shelf: Shelf, janitor: Any) -> None:
     assert shelf.held() == list(range(8))
     one.close()
     assert other.run_once().expired_blocks == 8
+
+
+def test_other_nodes_hear_from_the_lease_what_the_bucket_takes(
+    shelf: Shelf, janitor: Any, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.segment(range(8))
+    monkeypatch.setattr(lease_module, "_RENEW_S", -1.0)
+    one, other = janitor(), janitor()
+    one.run_once()
+    first = other.run_once()  # nothing has been told yet: it lists, once
+    assert first.requests["list"] > 0
+    one.run_once()
+    proxy.forget()
+    report = other.run_once()
+    assert report.busy
+    assert dict(proxy.counts()) == {"GET": 1}
+    used = one._archive.used()
+    assert used > 8 * BLOCK
+    assert report.used_after == first.used_after == used
+    assert one._archive.blocks() == other._archive.blocks() == 8
+    # What is said is nonsense: it lists again, but not each time.
+    one._lease.says = {"at": "yesterday"}
+    one._lease.take()
+    assert other.run_once().requests.get("list", 0) == 0
+    monkeypatch.setattr(janitor_module, "_SURVEY_S", -1.0)
+    assert other.run_once().requests["list"] > 0
+
+
+def test_many_small_segments_become_one(
+    shelf: Shelf, janitor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor_module, "_MANY_SMALL", 6)
+    for number in range(5):
+        shelf.segment([2 * number, 2 * number + 1], age_s=10_000 - number)
+    shelf.segment([10], age_s=60)  # may still be followed by others
+    one = janitor()
+    one.run_once()
+    assert shelf.segments() == 6
+    shelf.segment([11, 12], age_s=8000)
+    report = one.run_once()
+    assert (shelf.segments(), report.copied_blocks) == (2, 12)
+    assert shelf.held() == list(range(13))
+    assert report.evicted_blocks == 0
+    # It has settled.
+    assert one.run_once().copied_blocks == 0
 
 
 @pytest.mark.parametrize(

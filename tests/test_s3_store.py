@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from lifeboat_cache.janitor import Janitor, Selection
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.s3.archive import Archive
+from lifeboat_cache.s3.janitor import BucketJanitor
 from lifeboat_cache.s3.settings import S3Settings
 from lifeboat_cache.s3.target import S3Target
 from lifeboat_cache.store.block_store import BlockStore
@@ -344,3 +346,86 @@ def test_what_waits_for_one_bucket_does_not_get_into_another(
     assert last.hits() == 0
     last.close()
     assert not [name for name in s3.objects(other) if name.endswith(".segment")]
+
+
+def test_a_namespace_is_named_again_after_a_purge(
+    node: MakeNode, s3: S3Server, bucket: str
+) -> None:
+    a, b = node("a"), node("b")
+    document = a.archive.names.document(NAMESPACE.directory)
+    a.keep(0, 20)
+    a.upload()
+    assert document in s3.objects(bucket)
+    janitor = BucketJanitor(b.archive)
+    janitor.doom(Selection())
+    assert document not in s3.objects(bucket)
+    a.look()
+    a.keep(20)
+    a.upload()
+    assert document in s3.objects(bucket)
+    # Also if it hears of the purge only after it has uploaded something.
+    janitor.doom(Selection())
+    a.keep(0, 20)
+    a.upload()
+    assert document not in s3.objects(bucket)
+    a.look()
+    a.upload()
+    assert document in s3.objects(bucket)
+
+
+def staged(node: MakeNode, proxy: S3Proxy) -> Path:
+    """Have blocks wait on a host whose mover has died; their directory."""
+    a = node("a")
+    proxy.faults(Fault("answer", verb="PUT|PART|MULTIPART_BEGIN", match="segments/"))
+    assert a.keep() == ALL_OK
+    a.close()
+    proxy.faults()
+    return a.archive.settings.path / "staging" / NAMESPACE.directory
+
+
+@pytest.mark.parametrize("damage", ["a byte", "cut"])
+def test_what_a_damaged_journal_still_says_is_uploaded(
+    node: MakeNode, proxy: S3Proxy, damage: str
+) -> None:
+    (journal,) = staged(node, proxy).glob("*.journal")
+    data = bytearray(journal.read_bytes())
+    data[100 if damage == "a byte" else 4096 + 5] ^= 1
+    journal.write_bytes(data)
+    again = node("a")
+    again.upload()
+    assert not again.archive.unfinished()
+    assert node("b").hits() == (BLOCKS if damage == "a byte" else BLOCKS - 1)
+
+
+@pytest.mark.parametrize("lost", ["journal", "journal and document"])
+def test_what_nothing_names_is_not_waited_for(node: MakeNode, proxy: S3Proxy, lost: str) -> None:
+    directory = staged(node, proxy)
+    (journal,) = directory.glob("*.journal")
+    if lost == "journal":
+        journal.unlink()
+    else:
+        data = bytearray(journal.read_bytes())
+        data[100] ^= 1
+        journal.write_bytes(data)
+        (directory / "namespace.json").write_text("damaged")
+    archive = Archive(node("b").archive.settings)
+    archive = Archive(replace(archive.settings, path=directory.parent.parent))
+    assert archive.unfinished()
+    assert archive.uploader.flush(60), archive.uploader.problem
+    assert not archive.unfinished()
+    assert not list(directory.glob("*.journal"))
+    archive.close()
+
+
+def test_what_a_later_release_has_staged_is_left_to_it(node: MakeNode, proxy: S3Proxy) -> None:
+    (journal,) = staged(node, proxy).glob("*.journal")
+    data = bytearray(journal.read_bytes())
+    data[8] = 99
+    journal.write_bytes(data)
+    again = node("a")
+    again.upload()
+    archive = again.archive
+    assert archive.unfinished()
+    # A mover does not stay for it.
+    assert not archive.unfinished(archive.uploader.left_alone)
+    assert journal.exists()

@@ -354,7 +354,8 @@ def _read_head(head: bytes) -> tuple[str, dict[str, str]]:
 def _read_request(head: bytes) -> Asked:
     first, headers = _read_head(head)
     method, target, _ = first.split(" ", 2)
-    path, _, query = target.partition("?")
+    # Who is told of a proxy asks it for the whole address.
+    path, _, query = re.sub(r"\Ahttp://[^/]*", "", target).partition("?")
     return Asked(_verb(method, path, query, headers), path, query, headers)
 
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import contextlib
+import os
 import queue
 import socket
+import ssl
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from lifeboat_cache.agent.lock import AgentLock
+from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.errors import FormatError, TargetError
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE
+from lifeboat_cache.mover.places import MoverPlaces, target_key
+from lifeboat_cache.mover.process import Mover
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.s3.archive import archive_of
 from lifeboat_cache.s3.catalog import Catalog
 from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.connections import Connections
@@ -26,6 +37,8 @@ from lifeboat_cache.s3.health import Health
 from lifeboat_cache.s3.landing import LandingArea
 from lifeboat_cache.s3.names import FeedName, Names, parse_feed
 from lifeboat_cache.s3.pace import Pace
+from lifeboat_cache.s3.settings import S3Settings
+from lifeboat_cache.s3.slice_cache import SliceCache, forget_unused
 from lifeboat_cache.s3.slices import pack_gone, pack_slice, unpack_gone, unpack_slice
 from lifeboat_cache.s3.traffic import verb_of
 from lifeboat_cache.store.io_task import IoTask
@@ -180,34 +193,73 @@ def test_a_fault_of_ours_ends_a_load(when: str) -> None:
     fetcher.close()
 
 
-def test_a_server_that_sends_a_byte_now_and_then_is_given_up_at_the_deadline() -> None:
+@contextlib.contextmanager
+def trickling(head: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    """A server that answers with a head and then a byte now and then: its port, what it heard."""
     over = threading.Event()
+    heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.recv(65536)
-                head = "HTTP/1.1 206 Partial\r\nContent-Length: 4096\r\n"
-                connection.sendall(f"{head}Content-Range: bytes 0-4095/4096\r\n\r\n".encode())
+                heard.append(connection.recv(65536))
+                connection.sendall(head)
                 with contextlib.suppress(OSError):
                     while not over.wait(0.02):
                         connection.sendall(b"x")
 
         thread = threading.Thread(target=serve)
         thread.start()
-        connections = Connections(5.0, 5.0, None)
-        begun = time.monotonic()
+        try:
+            yield server.getsockname()[1], heard
+        finally:
+            over.set()
+            thread.join()
+
+
+_PART = b"HTTP/1.1 206 Partial\r\nContent-Length: 4096\r\nContent-Range: bytes 0-4095/4096\r\n\r\n"
+_WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 4096\r\n\r\n"
+
+
+@pytest.mark.parametrize("proxied", [False, True], ids=["at once", "through a proxy"])
+@pytest.mark.parametrize("what", ["a part", "an object"])
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up_at_the_deadline(
+    what: str, proxied: bool
+) -> None:
+    with trickling(_PART if what == "a part" else _WHOLE) as (port, heard):
+        proxy = f"http://me:%40word@127.0.0.1:{port}" if proxied else ""
+        connections = Connections(5.0, 5.0, None, lambda _: proxy)
+        url = f"http://{'bucket.example' if proxied else f'127.0.0.1:{port}'}/x"
+        deadline = time.monotonic() + 0.5
+        read = {
+            "a part": partial(connections.read, url, 0, memoryview(bytearray(4096)), deadline),
+            "an object": partial(connections.get, url, deadline),
+        }
         with pytest.raises(TimeoutError):
-            connections.read(
-                f"http://127.0.0.1:{server.getsockname()[1]}/x",
-                0,
-                memoryview(bytearray(4096)),
-                begun + 0.5,
-            )
-        assert time.monotonic() - begun < 5.0
-        over.set()
-        thread.join()
+            read[what]()
+        connections.close()
+    assert heard[0].startswith(b"GET " + (url.encode() if proxied else b"/x") + b" HTTP")
+    said = b"Proxy-Authorization: Basic " + base64.b64encode(b"me:@word")
+    assert (said in heard[0]) is proxied
+
+
+def test_a_proxy_that_says_a_byte_now_and_then_is_given_up_at_the_deadline() -> None:
+    with trickling(b"HTTP/1.1 200 OK\r\nX: ") as (port, heard):
+        proxy = f"http://127.0.0.1:{port}"
+        connections = Connections(5.0, 5.0, ssl.create_default_context(), lambda _: proxy)
+        with pytest.raises(TimeoutError):
+            connections.get("https://bucket.example/x", time.monotonic() + 0.5)
+        connections.close()
+    assert heard[0].startswith(b"CONNECT bucket.example:443 ")
+
+
+def test_a_proxy_that_refuses_is_no_answer_of_the_server() -> None:
+    with trickling(b"HTTP/1.1 407 Tell me who you are\r\n\r\n") as (port, _):
+        proxy = f"http://127.0.0.1:{port}"
+        connections = Connections(5.0, 5.0, ssl.create_default_context(), lambda _: proxy)
+        with pytest.raises(OSError, match="407"):
+            connections.get("https://bucket.example/x", time.monotonic() + 5.0)
         connections.close()
 
 
@@ -293,9 +345,80 @@ def test_a_bucket_that_cannot_be_listed_is_not_asked_at_every_look(tmp_path: Pat
             raise of_answer(self.where, 403, "AccessDenied")
 
     client = Denying()
-    catalog = Catalog(cast(S3Client, client), Names.of(""), bytes(32), tmp_path)
+    cache = SliceCache(tmp_path, lambda: 1 << 40)
+    catalog = Catalog(cast(S3Client, client), Names.of(""), bytes(32), cache)
     for failing in (False, True):
         assert catalog.failing is failing
         with pytest.raises(S3Error):
             catalog.refresh(whole=True)
     assert not catalog.complete
+
+
+def test_slices_are_kept_where_there_is_room_and_dropped_when_nobody_wants_them(
+    tmp_path: Path,
+) -> None:
+    room = 1000
+    cache = SliceCache(tmp_path / "one", lambda: room)
+    old, new = FeedName(1000, bytes(16), 1, 4096), FeedName(5000, bytes(16), 2, 4096)
+    cache.put(old, b"a" * 1000)
+    cache.put(new, b"b")
+    room = 999
+    large = FeedName(5000, bytes(16), 3, 4096)
+    cache.put(large, b"c" * 1000)
+    assert cache.names() == [old, new]
+    assert cache.get(large) is None
+    begun = tmp_path / "one" / ".x.tmp"
+    begun.write_bytes(b"")
+    cache.trim({str(old)}, 4000)
+    assert cache.names() == [old, new]
+    os.utime(begun, (0, 0))
+    cache.trim(set(), 4000)
+    assert cache.names() == [new]
+    assert not begun.exists()
+
+
+def test_slices_of_namespaces_that_nobody_uses_go(tmp_path: Path) -> None:
+    name = FeedName(1000, bytes(16), 1, 4096)
+    for directory in ("mine", "young", "old"):
+        SliceCache(tmp_path / directory, lambda: 100).put(name, b"x")
+    os.utime(tmp_path / "old", (0, 0))
+    os.utime(tmp_path / "mine", (0, 0))
+    forget_unused(tmp_path, {"mine"}, short=False)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "young"]
+    forget_unused(tmp_path, {"mine"}, short=True)
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_settings_of_one_place_are_one_bucket_whatever_their_limits(tmp_path: Path) -> None:
+    one = S3Settings("a", tmp_path, "kv", "http://host:1/", prefix="/x/", timeout_s=1.0)
+    archive = archive_of(one)
+    other = replace(
+        one, endpoint_url="http://host:1", prefix="x", sse="AES256", timeout_s=9.0, capacity=5
+    )
+    assert archive_of(other) is archive
+    # Who only asks for it changes nothing.
+    assert archive.settings == one
+    assert archive.fetcher.timeout_s == 1.0
+    archive.limit(other)
+    assert archive.settings == other
+    assert archive.fetcher.timeout_s == 9.0
+    assert archive.client._sse == {"ServerSideEncryption": "AES256"}
+    assert archive_of(replace(one, path=tmp_path / "x")) is not archive
+    archive.close()
+
+
+def test_a_mover_uses_limits_on_which_all_engines_agree(tmp_path: Path) -> None:
+    mover = Mover(MoverPlaces.of(tmp_path, "0" * 16), cast(AgentLock, None), None, 1.0)
+    common = {"name": "a", "type": "s3", "bucket": "kv", "path": str(tmp_path)}
+    mover._tiers = [
+        Tier.model_validate({**common, **more})
+        for more in (
+            {"timeout_s": 5.0, "staging_gb": 2.0, "capacity_gb": 50.0, "min_free_gb": 1.0},
+            {"timeout_s": 30.0, "staging_gb": 1.0, "min_free_gb": 3.0, "prefix": "/"},
+        )
+    ]
+    assert len({target_key(tier) for tier in mover._tiers}) == 1
+    settings = mover._make_target().archive.settings
+    assert settings.timeout_s == 30.0
+    assert (settings.staging, settings.reserve) == (1_000_000_000, 3_000_000_000)
+    assert settings.capacity == 50_000_000_000

@@ -99,11 +99,13 @@ def held(config: Config, work: Callable[[Tier], TargetWork] = TargetWork) -> Ite
     """Yield every configured target: one that was disabled still holds its data."""
     seen = set()
     for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
-        if tier.location in seen:
-            continue
-        seen.add(tier.location)
-        yield _held(tier, work)
-        if tier.type == "s3" and os.path.isdir(tier.path / STAGING):
+        if tier.location not in seen:
+            seen.add(tier.location)
+            yield _held(tier, work)
+        # Two tiers may be one bucket behind two directories.
+        staging = str(tier.path / STAGING)
+        if tier.type == "s3" and staging not in seen and os.path.isdir(staging):
+            seen.add(staging)
             yield _held(_staging(tier), work)
 
 

@@ -43,6 +43,9 @@ def target_key(tier: Tier) -> str:
         mode="json",
         include={"type", "path", "bucket", "endpoint_url", "prefix", "region"},
     )
+    # As a bucket's place is compared; see ``S3Settings.place``.
+    where["prefix"] = where["prefix"].strip("/")
+    where["endpoint_url"] = (where["endpoint_url"] or "").rstrip("/") or None
     text = "\0".join(f"{name}={where[name]}" for name in sorted(where))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

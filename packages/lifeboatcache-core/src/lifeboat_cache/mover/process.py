@@ -40,6 +40,7 @@ from lifeboat_cache.version import __version__
 
 if TYPE_CHECKING:
     from lifeboat_cache.s3.caretaker import S3Caretaker
+    from lifeboat_cache.s3.settings import S3Settings
 
 __all__ = ["BEAT_S", "Mover", "run_mover"]
 
@@ -95,6 +96,10 @@ class Mover:
     # The target -------------------------------------------------------------
 
     def _make_target(self) -> Any:
+        if self._tiers[0].type == "s3":
+            from lifeboat_cache.s3.target import S3Target
+
+            return S3Target.of(self._bucket_settings(), self._tiers[0].rung)
         return target_of(self._tiers[0])
 
     def _look_at_wants(self) -> None:
@@ -121,19 +126,25 @@ class Mover:
         else:
             self._caretaker.update(wanted)
 
-    def _look_after_bucket(self) -> None:
-        from lifeboat_cache.s3.caretaker import Keeping, S3Caretaker
+    def _bucket_settings(self) -> S3Settings:
         from lifeboat_cache.s3.settings import S3Settings
 
-        # Where engines disagree the smallest capacity and the largest reserve count.
+        # Where engines disagree the smallest capacity and the largest reserve count. Each engine
+        # gives loads up by its own timeout: here the longest counts.
         wanted = [S3Settings.from_tier(tier) for tier in self._tiers]
         capacities = [one.capacity for one in wanted if one.capacity is not None]
-        settings = replace(
+        return replace(
             wanted[0],
             capacity=min(capacities, default=None),
             staging=min(one.staging for one in wanted),
             reserve=max(one.reserve for one in wanted),
+            timeout_s=max(one.timeout_s for one in wanted),
         )
+
+    def _look_after_bucket(self) -> None:
+        from lifeboat_cache.s3.caretaker import Keeping, S3Caretaker
+
+        settings = self._bucket_settings()
         config = self._config.config or Config.model_validate({})
         keeping = Keeping(
             config.eviction.policy, config.eviction.max_age, config.security.integrity_key

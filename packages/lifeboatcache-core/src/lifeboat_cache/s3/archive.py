@@ -24,7 +24,8 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lifeboat_cache.errors import ForeignDataError, NewerFormatError, TargetError
@@ -36,12 +37,16 @@ from lifeboat_cache.s3.fetcher import Fetcher
 from lifeboat_cache.s3.health import Health
 from lifeboat_cache.s3.names import STAGING, FeedName, Names, parse_feed
 from lifeboat_cache.s3.settings import S3Settings
+from lifeboat_cache.s3.slice_cache import SliceCache, forget_unused
 from lifeboat_cache.s3.slices import blocks_of, pack_gone
 from lifeboat_cache.s3.staging import StagedWriter, StagingTarget
 from lifeboat_cache.s3.uploader import Uploader
 from lifeboat_cache.targets.layout import new_writer_id, write_atomically
 
 __all__ = ["Archive", "archive_of"]
+
+#: What another host says of the bucket is of use for so many seconds.
+_HEARD_S = 2400.0
 
 #: Which bucket a local directory is in front of.
 _OWNER = "bucket.json"
@@ -66,7 +71,7 @@ class Archive:
         self._fetcher: Fetcher | None = None
         self._catalogs: dict[bytes, Catalog] = {}
         self._writers: set[StagedWriter] = set()
-        self._known_documents: set[str] = set()
+        self._documents: dict[bytes, tuple[bytes, int]] = {}
         self._surveyed: dict[str, tuple[int, int]] = {}
         self._claiming = threading.Lock()
         self._claimed = False
@@ -83,9 +88,29 @@ class Archive:
         self.uploader = Uploader(self)
 
     def limit(self, settings: S3Settings) -> None:
-        """Use the limits of other settings for the same place."""
+        """Use the limits of other settings for the same place, and what else may change."""
         self.settings = settings
         self.staging.limit(settings.staging, settings.reserve)
+        with self._lock:
+            if self._fetcher is not None:
+                self._fetcher.timeout_s = settings.timeout_s
+            if self._client is not None:
+                self._client.encrypt(settings.sse, settings.sse_kms_key_id)
+
+    @property
+    def _slices(self) -> Path:
+        return self.settings.path / "journals"
+
+    def _room(self) -> int:
+        """Bytes that may be written to the local directory. Raises ``OSError``."""
+        found = os.statvfs(self.settings.path)
+        return found.f_bavail * found.f_frsize - self.settings.reserve
+
+    def tidy(self) -> None:
+        """Let go of what is kept on the local disk and not used."""
+        used = {digest.hex()[:32] for digest in self.catalogs()}
+        with contextlib.suppress(OSError):
+            forget_unused(self._slices, used, short=self._room() < 0)
 
     @property
     def client(self) -> S3Client:
@@ -128,7 +153,7 @@ class Archive:
         with self._lock:
             found = self._catalogs.get(digest)
             if found is None:
-                cache = self.settings.path / "journals" / digest.hex()[:32]
+                cache = SliceCache(self._slices / digest.hex()[:32], self._room)
                 found = self._catalogs[digest] = Catalog(client, self.names, digest, cache)
             return found
 
@@ -165,7 +190,7 @@ class Archive:
                         f"tier's path to another directory, or delete {path / STAGING}",
                     )
                 # What it says of the other bucket would be looked for in this one.
-                shutil.rmtree(path / "journals", ignore_errors=True)
+                shutil.rmtree(self._slices, ignore_errors=True)
             if before != mine:
                 write_atomically(path / _OWNER, json.dumps({"bucket": mine}).encode() + b"\n")
             self._claimed = True
@@ -255,10 +280,13 @@ class Archive:
                 return None
             return sum(blocks for _, blocks in self._surveyed.values())
 
-    def unfinished(self) -> bool:
-        """Whether segments are not in the bucket yet. Raises ``OSError``."""
+    def unfinished(self, besides: Container[str] = ()) -> bool:
+        """Whether segments are not in the bucket yet, but for those of some writers.
+
+        Raises ``OSError``.
+        """
         return any(
-            name.endswith(".segment")
+            name.endswith(".segment") and name.partition(".")[0] not in besides
             for directory in self.staging.directories()
             for name in os.listdir(directory)
         )
@@ -288,9 +316,33 @@ class Archive:
             used = {(name.writer, name.number): name.size for name in journals}
             blocks = sum(blocks_of(size) for size in journals.values())
             surveyed[folder] = (sum(used.values()), blocks)
-        with self._lock:
-            self._surveyed = surveyed
+        self.learn(surveyed)
         return found
+
+    def learn(self, surveyed: Mapping[str, tuple[int, int]]) -> None:
+        """Take in how many bytes and blocks there are of each namespace."""
+        with self._lock:
+            self._surveyed = dict(surveyed)
+
+    def tell(self) -> dict[str, Any]:
+        """What is known of all namespaces, for other hosts."""
+        with self._lock:
+            sums = {folder: list(both) for folder, both in self._surveyed.items()}
+        return {"at": int(self.client.now()), "namespaces": sums}
+
+    def hear(self, said: Mapping[str, Any]) -> bool:
+        """Take in what another host tells; whether it is of use."""
+        try:
+            fresh = self.client.now() - float(said["at"]) < _HEARD_S
+            found = {
+                str(folder): (int(size), int(blocks))
+                for folder, (size, blocks) in said["namespaces"].items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False
+        if fresh:
+            self.learn(found)
+        return fresh
 
     def feed(self, folder: str) -> dict[FeedName, int]:
         """What is in the feed of a namespace, and the sizes of these objects.
@@ -308,7 +360,7 @@ class Archive:
                 found[name] = item.size
         return found
 
-    def document(self, folder: str, text: bytes) -> None:
+    def document(self, digest: bytes, text: bytes) -> None:
         """Put the description of a namespace, unless it is there.
 
         Raises
@@ -316,9 +368,22 @@ class Archive:
         S3Error
             If it cannot be put.
         """
-        if folder not in self._known_documents:
+        losses = self.catalog(digest).losses
+        known = self._documents.get(digest)
+        if known is None or known[1] != losses:
+            folder = digest.hex()[:32]
             self.client.put(self.names.document(folder), text, absent=True)
-            self._known_documents.add(folder)
+            self._documents[digest] = text, losses
+
+    def describe_again(self) -> None:
+        """Put descriptions again of namespaces that may have been purged since.
+
+        A purge that was not meant for what came after it takes them along. Raises
+        :class:`S3Error`.
+        """
+        for digest, (text, _) in list(self._documents.items()):
+            if self.catalog(digest).used:
+                self.document(digest, text)
 
     # What is in the bucket --------------------------------------------------
 
@@ -398,11 +463,9 @@ _guard = threading.Lock()
 
 
 def archive_of(settings: S3Settings) -> Archive:
-    """The archive of this process for some settings. The last limits count."""
+    """The archive of this process for some settings; if there is one, its limits stay."""
     with _guard:
         found = _archives.get(settings.place)
         if found is None:
             found = _archives[settings.place] = Archive(settings)
-        elif found.settings != settings:
-            found.limit(settings)
         return found

@@ -100,13 +100,16 @@ class S3Caretaker:
         if settings != self._settings:
             self._settings = settings
             self._archive = archive_of(settings)
+            self._archive.limit(settings)
 
     @property
     def busy(self) -> bool:
         """Whether something is to be uploaded, and can be."""
         uploader = self._archive.uploader
         try:
-            return not uploader.problem and (uploader.busy or self._archive.unfinished())
+            return not uploader.problem and (
+                uploader.busy or self._archive.unfinished(uploader.left_alone)
+            )
         except OSError:
             return False
 
@@ -177,6 +180,7 @@ class S3Caretaker:
                         old.close()
                 archive = self._archive
                 archive.uploader.start()
+                archive.tidy()
                 self._free = archive.staging.usage().free
                 self._since = self._moved = time.monotonic()
                 self._note(janitor.run_once())

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.errors import Fault, S3Error
 from lifeboat_cache.s3.names import FeedName, Names, parse_feed
+from lifeboat_cache.s3.slice_cache import SliceCache
 from lifeboat_cache.s3.slices import unpack_gone, unpack_slice
-from lifeboat_cache.targets.layout import write_atomically
 
 __all__ = ["Catalog"]
 
@@ -50,8 +48,6 @@ _Place = tuple[bytes, int]
 class Catalog:
     """Follows the feed of one namespace. Thread-safe.
 
-    Slices are kept in a local directory, so that a restart fetches new ones only.
-
     Parameters
     ----------
     client, names
@@ -59,10 +55,10 @@ class Catalog:
     digest
         The namespace's 32 bytes.
     cache
-        The directory for slices; made when there is one to keep.
+        Where slices are kept.
     """
 
-    def __init__(self, client: S3Client, names: Names, digest: bytes, cache: Path) -> None:
+    def __init__(self, client: S3Client, names: Names, digest: bytes, cache: SliceCache) -> None:
         self._client = client
         self._names = names
         self._digest = digest
@@ -125,6 +121,11 @@ class Catalog:
         with self._lock:
             return self._order[since:]
 
+    @property
+    def losses(self) -> int:
+        """How many segments turned out to be gone."""
+        return len(self._gone)
+
     def gone(self, since: int) -> list[_Place]:
         """Segments that turned out to be gone after the first ``since``."""
         with self._lock:
@@ -138,7 +139,7 @@ class Catalog:
         OSError, FormatError
             If it cannot be had.
         """
-        data = self._cached(name)
+        data = self._cache.get(name)
         if data is not None:
             with contextlib.suppress(NewerFormatError):
                 try:
@@ -203,6 +204,9 @@ class Catalog:
         if whole:
             self._whole_at = time.monotonic() + _WHOLE_S
             self._compare(seen)
+            with self._lock:
+                there = {str(name) for names in self._where.values() for name in names}
+            self._cache.trim(seen | there, begun - _LATE_S)
         return len(new)
 
     def _take_in(self, new: Sequence[FeedName]) -> None:
@@ -218,7 +222,7 @@ class Catalog:
 
     def _keep(self, name: FeedName) -> bool:
         """Have a slice in the cache; whether it is there. What has gone meanwhile is no fault."""
-        if self._cached(name) is not None:
+        if self._cache.get(name) is not None:
             return True
         try:
             data = self._fetch(name)
@@ -226,7 +230,7 @@ class Catalog:
             if exc.fault is Fault.MISSING:
                 return False
             raise
-        self._store(name, data)
+        self._cache.put(name, data)
         return True
 
     def _fetch(self, name: FeedName) -> bytes:
@@ -261,7 +265,7 @@ class Catalog:
 
     def uploaded(self, name: FeedName, data: bytes) -> None:
         """Take in a slice that this process has put."""
-        self._store(name, data)
+        self._cache.put(name, data)
         self._add(name)
 
     def forget(self, places: Sequence[_Place]) -> None:
@@ -275,7 +279,7 @@ class Catalog:
                     self._gone.append(place)
                     doomed += names
         for name in doomed:
-            self._drop(name)
+            self._cache.drop(name)
 
     def missing(self, writer: bytes, number: int) -> bool:
         """Take in that a segment could not be found; whether it is gone.
@@ -305,35 +309,8 @@ class Catalog:
             # Listings may lag: whether it has gone is looked at once more.
             self._whole_at = min(self._whole_at, now + _CONFIRM_S)
 
-    # The local copies -------------------------------------------------------
-
-    def _path(self, name: FeedName) -> Path:
-        return self._cache / str(name)
-
-    def _cached(self, name: FeedName) -> bytes | None:
-        try:
-            return self._path(name).read_bytes()
-        except OSError:
-            return None
-
-    def _store(self, name: FeedName, data: bytes) -> None:
-        # Without it the slice is fetched again.
-        with contextlib.suppress(OSError):
-            self._cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(self._path(name), data, durable=False)
-
-    def _drop(self, name: FeedName) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._path(name))
-
     def recall(self) -> Iterator[FeedName]:
         """Take in the slices that a process before this one has kept."""
-        try:
-            found = sorted(os.listdir(self._cache))
-        except OSError:
-            return
-        for text in found:
-            name = parse_feed(text)
-            if name is not None and name.kind != "gone":
-                self._add(name)
-                yield name
+        for name in self._cache.names():
+            self._add(name)
+            yield name

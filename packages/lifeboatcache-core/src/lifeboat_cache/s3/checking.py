@@ -106,6 +106,7 @@ class _Check:
         needed = held.namespace.identity.get(IDENTITY_FIELD) if held.namespace else None
         self._key = key.secret if key is not None and key.id == needed else None
         self._binding = Binding(held.digest)
+        self._feed: set[str] | None = None  # segments that a second listing names
 
     def run(self) -> None:
         held, report = self._held, self._report
@@ -130,7 +131,7 @@ class _Check:
                 "orphan-segment",
                 key[len(prefix) :],
                 "nothing names it: its upload has not ended",
-                fix=(lambda key=key: self._delete(key)) if one.modified < oldest else None,
+                fix=partial(self._drop_orphan, key) if one.modified < oldest else None,
                 level="leftover",
                 remedy=None if one.modified < oldest else "wait: it may still be named",
             )
@@ -161,6 +162,9 @@ class _Check:
         name = str(segment.name)
         if size is None:
             size = self._size_of(segment)
+        if size is None and not self._named(segment):
+            self._report.records.dead += len(segment.rows)  # deleted meanwhile
+            return
         if size is None:
             self._find(
                 "segment-missing",
@@ -229,6 +233,28 @@ class _Check:
                 raise
             return None
 
+    def _named(self, segment: HeldSegment) -> bool:
+        """Whether the feed names a segment still: what names it goes first."""
+        for name in segment.names:
+            try:
+                self._client.size_of(self._names.in_feed(self._held.directory, name))
+            except S3Error as error:
+                if error.fault is not Fault.MISSING:
+                    raise
+            else:
+                return True
+        return False
+
+    def _drop_orphan(self, key: str) -> None:
+        """Delete a segment if a second listing names it as little as the first."""
+        if self._feed is None:
+            self._feed = {
+                self._names.segment(self._held.directory, name.writer, name.number)
+                for name in self._archive.feed(self._held.directory)
+            }
+        if key not in self._feed:
+            self._delete(key)
+
     def _slice(self, name: FeedName) -> tuple[Entries, int]:
         """What a slice holds; a verdict that drops data has to be certain."""
         key = self._names.in_feed(self._held.directory, name)
@@ -261,7 +287,9 @@ class _Check:
                     else:
                         bad.append(entry)
         path = f"{segment.place[0].hex()}.{segment.place[1]:08d}.segment"
-        if unreadable:
+        if unreadable and self._size_of(segment) is None and not self._named(segment):
+            self._report.records.dead += unreadable  # deleted meanwhile
+        elif unreadable:
             self._report.records.unreadable += unreadable
             self._find(
                 "record-unreadable",
@@ -293,9 +321,8 @@ class _Check:
             try:
                 self._client.read(key, begin, into)
             except S3Error as error:
-                if error.fault is Fault.MISSING:
-                    return [False] * run.shape[0]
-                return verdicts
+                short = error.fault is Fault.MISSING and self._size_of(segment) is not None
+                return [False if short else None] * run.shape[0]
             verdicts = [self._right(entry, into, begin) for entry in run]
             if all(verdicts):
                 break

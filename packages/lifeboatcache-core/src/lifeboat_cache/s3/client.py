@@ -1,8 +1,9 @@
 """Requests to one bucket of an object store: every call returns in bounded time, or raises.
 
 boto3 finds the credentials (its standard chain only), signs, and does whatever is small or rare.
-Parts of objects are read past it (:mod:`lifeboat_cache.s3.connections`), with addresses that it
-has signed: one signature serves many reads of an object.
+Objects and parts of them are read past it (:mod:`lifeboat_cache.s3.connections`), with addresses
+that it has signed: one signature serves many reads of an object, and bytes that trickle in do not
+keep a read from its deadline.
 
 Checksums: bodies are sent with their MD5, which every server compares. What is read is not
 compared here; records carry checksums of their own.
@@ -24,10 +25,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lifeboat_cache.s3.connections import Connections
+from lifeboat_cache.s3.connections import Answer, Connections
 from lifeboat_cache.s3.errors import (
     Fault,
     S3Error,
@@ -50,6 +52,10 @@ _PARALLEL_PARTS = 4
 #: A connection takes so many seconds at most, and so does a wait for the next bytes.
 _CONNECT_S = 5.0
 _READ_S = 15.0
+
+#: A small object that is not there after so many seconds, however often it was asked for, is
+#: given up.
+_WHOLE_S = 60.0
 
 #: A request is sent so often at most.
 _ATTEMPTS = 3
@@ -112,10 +118,7 @@ class S3Client:
         self.traffic = Traffic()
         self.pace = Pace()
         self._sse: dict[str, str] = {}
-        if sse:
-            self._sse["ServerSideEncryption"] = sse
-        if sse_kms_key_id:
-            self._sse["SSEKMSKeyId"] = sse_kms_key_id
+        self.encrypt(sse, sse_kms_key_id)
         self._skew_s: float | None = None
         self._lock = threading.Lock()
         self._signed: OrderedDict[str, tuple[float, str]] = OrderedDict()
@@ -125,11 +128,16 @@ class S3Client:
             raise missing_boto3() from exc
         except Exception as exc:
             raise of_exception(self.where, exc) from exc
-        self._connections = Connections(connect_s, read_s, tls)
-        self._proxied: dict[str, bool] = {}
+        self._connections = Connections(connect_s, read_s, tls, self._proxy)
+        self._proxies: dict[str, str] = {}
         events = self._boto.meta.events
         events.register("before-send.s3", self._before_send)
         events.register("response-received.s3", self._received)
+
+    def encrypt(self, sse: str | None, sse_kms_key_id: str | None) -> None:
+        """Ask for this encryption of what is put from now on."""
+        wanted = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key_id}
+        self._sse = {name: value for name, value in wanted.items() if value}
 
     # What boto3 tells -------------------------------------------------------
 
@@ -339,20 +347,9 @@ class S3Client:
         S3Error
             As :meth:`get`.
         """
-        for attempt in range(_ATTEMPTS):
-            answer = self._call("get_object", Key=key)
-            try:
-                body = answer["Body"].read()
-            except Exception as exc:
-                error = unreachable(self.where, f"the body broke off: {type(exc).__name__}")
-                self._note(error)
-                if attempt == _ATTEMPTS - 1:
-                    raise error from exc
-                _pause(attempt)
-                continue
-            self.traffic.received(len(body))
-            return bytes(body), str(answer.get("ETag", ""))
-        raise AssertionError("no attempt was made")
+        answer = self._again(partial(self._get_once, key), time.monotonic() + _WHOLE_S)
+        self.traffic.received(len(answer.body))
+        return answer.body, answer.tag
 
     def read(self, key: str, offset: int, into: memoryview, deadline: float | None = None) -> None:
         """Read a part of an object into memory, all of ``into``.
@@ -371,13 +368,18 @@ class S3Client:
         S3Error
             If not all bytes have come.
         """
+        self._again(partial(self._read_once, key, offset, into), deadline)
+        self.traffic.received(into.nbytes)
+
+    def _again(self, ask: Callable[[float | None, bool], Answer], deadline: float | None) -> Answer:
+        """Ask, and ask again where that may help. Raises :class:`S3Error`."""
         fresh = False
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
             try:
                 if not self.pace.wait(deadline):
                     raise of_answer(self.where, 503, "SlowDown")
-                self._read_once(key, offset, into, deadline, fresh)
+                answer = ask(deadline, fresh)
             except S3Error as exc:
                 self._note(exc)
                 # The credentials that an address was signed with may have changed.
@@ -390,48 +392,81 @@ class S3Client:
                     _pause(attempt)
             else:
                 self.pace.good()
-                self.traffic.received(into.nbytes)
-                return
+                return answer
+        raise AssertionError("no attempt was made")
+
+    def _get_once(self, key: str, deadline: float | None, fresh: bool) -> Answer:
+        return self._ask(
+            key,
+            fresh,
+            lambda url: self._connections.get(url, deadline),
+            lambda: self._boto_get(key),
+        )
 
     def _read_once(
         self, key: str, offset: int, into: memoryview, deadline: float | None, fresh: bool
-    ) -> None:
+    ) -> Answer:
+        wanted = f"bytes={offset}-{offset + into.nbytes - 1}"
+
+        def through_boto() -> Answer:
+            answer = self._boto_get(key, Range=wanted)
+            if len(answer.body) != into.nbytes:
+                raise unreachable(self.where, "a body of another length than asked for")
+            into[:] = answer.body
+            return answer
+
+        return self._ask(
+            key,
+            fresh,
+            lambda url: self._connections.read(url, offset, into, deadline),
+            through_boto,
+        )
+
+    def _ask(
+        self,
+        key: str,
+        fresh: bool,
+        ask: Callable[[str], Answer],
+        through_boto: Callable[[], Answer],
+    ) -> Answer:
+        """Get an object or a part of it. Raises :class:`S3Error`."""
         url = self._address(key, fresh)
-        if self._needs_proxy(url):
-            self._read_through_boto(key, offset, into)
-            return
+        if self._proxy(url).startswith("https:"):  # within TLS no other one can be begun here
+            return through_boto()
         self.traffic.request("get")
         try:
-            answer = self._connections.read(url, offset, into, deadline)
+            answer = ask(url)
         except (OSError, http.client.HTTPException) as exc:
             said = str(exc) if isinstance(exc, OSError) and str(exc) else type(exc).__name__
             raise unreachable(self.where, said) from exc
         self._note_date(answer.date)
-        if answer.status != 206:
+        if answer.status not in (200, 206):
             code = _CODE.search(answer.body)
             said = "" if code is None else code[1].decode()
             if answer.status == 416:  # it is shorter than it was: cut off, or another one
-                raise S3Error(Fault.MISSING, f"{self.where}: {key} ends before {offset}", said)
+                raise S3Error(Fault.MISSING, f"{self.where}: {key} is shorter than that", said)
             raise of_answer(self.where, answer.status, said, self._skew_s)
+        return answer
 
-    def _read_through_boto(self, key: str, offset: int, into: memoryview) -> None:
-        wanted = f"bytes={offset}-{offset + into.nbytes - 1}"
+    def _boto_get(self, key: str, **arguments: str) -> Answer:
         try:
-            body = self._boto.get_object(Bucket=self.bucket, Key=key, Range=wanted)["Body"].read()
+            found = self._boto.get_object(Bucket=self.bucket, Key=key, **arguments)
+            body = bytes(found["Body"].read())
         except Exception as exc:
             raise of_exception(self.where, exc, self._skew_s) from exc
-        if len(body) != into.nbytes:
-            raise unreachable(self.where, "a body of another length than asked for")
-        into[:] = body
+        return Answer(200, body, "", str(found.get("ETag", "")))
 
-    def _needs_proxy(self, url: str) -> bool:
+    def _proxy(self, url: str) -> str:
+        """The address of the proxy before an address; empty without one."""
         parts = urlsplit(url)
-        found = self._proxied.get(parts.netloc)
+        found = self._proxies.get(parts.netloc)
         if found is None:
             from botocore.utils import get_environ_proxies
 
-            proxies = get_environ_proxies(url)
-            found = self._proxied[parts.netloc] = bool(proxies.get(parts.scheme))
+            found = str(get_environ_proxies(url).get(parts.scheme) or "")
+            if found and "://" not in found:
+                found = f"http://{found}"
+            self._proxies[parts.netloc] = found
         return found
 
     def _address(self, key: str, fresh: bool) -> str:

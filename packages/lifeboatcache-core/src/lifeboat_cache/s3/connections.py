@@ -5,6 +5,7 @@ boto3 hands bodies out as new bytes; here they go from the socket to where they 
 
 from __future__ import annotations
 
+import base64
 import http.client
 import io
 import re
@@ -12,11 +13,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 __all__ = ["Answer", "Connections", "InterruptedBodyError"]
 
@@ -50,14 +51,24 @@ class Answer:
     status
         Of HTTP; 206 means that the bytes are there, 416 that the object ends before.
     body
-        Of an error.
+        Of an error, or the whole object.
     date
         The server's clock as it says it.
+    tag
+        What the server tells this object from others of its name by.
     """
 
     status: int
     body: bytes = b""
     date: str = ""
+    tag: str = ""
+
+
+#: Scheme and address of a server, and of the proxy before it, if there is one.
+_Place = tuple[str, str, str]
+
+#: Makes an answer of a response, and reads its body.
+_Take = Callable[[http.client.HTTPResponse, str], Answer]
 
 
 def _ends_before(said: str, first: int, last: int) -> bool:
@@ -109,13 +120,23 @@ class Connections:
         How long a connection may take, and how long nothing may come.
     tls
         For https.
+    proxy_of
+        The address of the proxy (``http://user:word@host:port``) through which an address is
+        reached; empty: there is none.
     """
 
-    def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        connect_s: float,
+        read_s: float,
+        tls: ssl.SSLContext | None,
+        proxy_of: Callable[[str], str] | None = None,
+    ) -> None:
         self._connect_s, self._read_s = connect_s, read_s
         self._tls = tls
+        self._proxy_of = proxy_of or (lambda _: "")
         self._lock = threading.Lock()
-        self._idle: list[tuple[float, tuple[str, str], http.client.HTTPConnection]] = []
+        self._idle: list[tuple[float, _Place, http.client.HTTPConnection]] = []
         self._closed = False
 
     def read(
@@ -128,70 +149,65 @@ class Connections:
         OSError, http.client.HTTPException
             If there was no answer, or not all of it.
         """
+        wanted = {"Range": f"bytes={offset}-{offset + into.nbytes - 1}"}
+        return self._ask(url, wanted, partial(_take_part, offset, into), deadline)
+
+    def get(self, url: str, deadline: float | None = None) -> Answer:
+        """Read a whole object. Raises as :meth:`read`."""
+        return self._ask(url, {}, _take_whole, deadline)
+
+    def _ask(
+        self, url: str, headers: Mapping[str, str], take: _Take, deadline: float | None
+    ) -> Answer:
         parts = urlsplit(url)
-        place = parts.scheme, parts.netloc
+        place = parts.scheme, parts.netloc, self._proxy_of(url)
         connection, used = self._take(place)
-        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         try:
             try:
-                return self._ask(connection, place, target, offset, into, deadline)
+                return self._ask_on(connection, place, url, headers, take, deadline)
             except _TRANSPORT as exc:
                 connection.close()
                 # A server may have closed what was idle; what broke off later is another matter.
                 if not used or isinstance(exc, (InterruptedBodyError, TimeoutError)):
                     raise
             connection = self._make(place)
-            return self._ask(connection, place, target, offset, into, deadline)
+            return self._ask_on(connection, place, url, headers, take, deadline)
         except BaseException:
             connection.close()
             raise
 
-    def _ask(
+    def _ask_on(
         self,
         connection: http.client.HTTPConnection,
-        place: tuple[str, str],
-        target: str,
-        offset: int,
-        into: memoryview,
+        place: _Place,
+        url: str,
+        headers: Mapping[str, str],
+        take: _Take,
         deadline: float | None,
     ) -> Answer:
-        size = into.nbytes
+        left = partial(self._left, self._read_s, deadline)
+        # Whatever makes a response will do.
+        connection.response_class = partial(_TimedResponse, left=left)  # type: ignore[assignment]
         if connection.sock is None:
             connection.timeout = self._left(self._connect_s, deadline)
             connection.connect()
-        left = partial(self._left, self._read_s, deadline)
         connection.sock.settimeout(left())
-        # Whatever makes a response will do.
-        connection.response_class = partial(_TimedResponse, left=left)  # type: ignore[assignment]
-        wanted = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
-        connection.request("GET", target, headers=wanted)
-        answer = connection.getresponse()
-        date = answer.headers.get("Date", "")
-        if answer.status != 206:
-            if answer.status == 200:  # all of an object is not what was asked for
-                connection.close()
-                raise InterruptedBodyError("the server does not know ranges")
-            body = answer.read(_MOST_ERROR)
-            # What it has beyond that would be taken for the next answer.
-            self._give(place, connection, keep=answer.isclosed())
-            return Answer(answer.status, body, date)
-        said = answer.headers.get("Content-Range", "")
-        if not said.startswith(f"bytes {offset}-{offset + size - 1}/"):
-            if _ends_before(said, offset, offset + size):
-                connection.close()
-                return Answer(416, b"", date)
-            raise InterruptedBodyError(f"another range than asked for ({said!r})")
-        if answer.length not in (None, size):
-            raise InterruptedBodyError("a body of another length than asked for")
-        done = 0
-        while done < size:
-            count = answer.readinto(into[done:])
-            if not count:
-                raise InterruptedBodyError(f"the body ends after {done} of {size} bytes")
-            done += count
-        answer.read(1)  # its end
-        self._give(place, connection, keep=answer.isclosed() and not answer.will_close)
-        return Answer(206, b"", date)
+        scheme, _, proxy = place
+        target, own = url, _proxy_headers(proxy)
+        if scheme == "https" or not proxy:  # a proxy that passes bytes on hears nothing of it
+            parts = urlsplit(url)
+            target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+            own = {}
+        connection.request("GET", target, headers={**headers, **own, "Accept-Encoding": "identity"})
+        response = connection.getresponse()
+        date = response.headers.get("Date", "")
+        if response.status in (200, 206):
+            answer = take(response, date)
+        else:
+            answer = Answer(response.status, response.read(_MOST_ERROR), date)
+        # What it has beyond that would be taken for the next answer.
+        self._give(place, connection, keep=response.isclosed() and not response.will_close)
+        return answer
 
     @staticmethod
     def _left(most: float, deadline: float | None) -> float:
@@ -202,13 +218,17 @@ class Connections:
             raise TimeoutError("the deadline has passed")
         return max(_LEAST_WAIT_S, min(most, left))
 
-    def _make(self, place: tuple[str, str]) -> http.client.HTTPConnection:
-        scheme, netloc = place
-        if scheme == "https":
-            return http.client.HTTPSConnection(netloc, context=self._tls)
-        return http.client.HTTPConnection(netloc)
+    def _make(self, place: _Place) -> http.client.HTTPConnection:
+        scheme, netloc, proxy = place
+        first = urlsplit(proxy).netloc.rpartition("@")[2] if proxy else netloc
+        if scheme == "http":
+            return http.client.HTTPConnection(first)
+        connection = http.client.HTTPSConnection(first, context=self._tls)
+        if proxy:
+            connection.set_tunnel(netloc, headers=_proxy_headers(proxy))
+        return connection
 
-    def _take(self, place: tuple[str, str]) -> tuple[http.client.HTTPConnection, bool]:
+    def _take(self, place: _Place) -> tuple[http.client.HTTPConnection, bool]:
         """A connection, and whether it was used before."""
         old, found = [], None
         oldest = time.monotonic() - _IDLE_S
@@ -226,9 +246,7 @@ class Connections:
             connection.close()
         return (self._make(place), False) if found is None else (found, True)
 
-    def _give(
-        self, place: tuple[str, str], connection: http.client.HTTPConnection, *, keep: bool
-    ) -> None:
+    def _give(self, place: _Place, connection: http.client.HTTPConnection, *, keep: bool) -> None:
         with self._lock:
             keep = keep and not self._closed and len(self._idle) < _KEPT
             if keep:
@@ -243,3 +261,44 @@ class Connections:
             idle, self._idle = self._idle, []
         for _, _, connection in idle:
             connection.close()
+
+
+def _take_part(
+    offset: int, into: memoryview, response: http.client.HTTPResponse, date: str
+) -> Answer:
+    """Read the body of an answer to a range, all of it, to where it belongs."""
+    size = into.nbytes
+    if response.status == 200:  # all of an object is not what was asked for
+        raise InterruptedBodyError("the server does not know ranges")
+    said = response.headers.get("Content-Range", "")
+    if not said.startswith(f"bytes {offset}-{offset + size - 1}/"):
+        if _ends_before(said, offset, offset + size):
+            return Answer(416, b"", date)
+        raise InterruptedBodyError(f"another range than asked for ({said!r})")
+    if response.length not in (None, size):
+        raise InterruptedBodyError("a body of another length than asked for")
+    done = 0
+    while done < size:
+        count = response.readinto(into[done:])
+        if not count:
+            raise InterruptedBodyError(f"the body ends after {done} of {size} bytes")
+        done += count
+    response.read(1)  # its end
+    return Answer(206, b"", date)
+
+
+def _take_whole(response: http.client.HTTPResponse, date: str) -> Answer:
+    try:
+        body = response.read()
+    except http.client.IncompleteRead as exc:
+        raise InterruptedBodyError(f"the body ends after {len(exc.partial)} bytes") from exc
+    return Answer(response.status, body, date, response.headers.get("ETag", ""))
+
+
+def _proxy_headers(proxy: str) -> dict[str, str]:
+    """What a proxy wants to hear before it does anything."""
+    parts = urlsplit(proxy)
+    if parts.username is None:
+        return {}
+    said = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(said.encode()).decode()}"}

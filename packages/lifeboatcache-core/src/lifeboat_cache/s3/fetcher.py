@@ -119,13 +119,13 @@ class Fetcher:
     client, health
         The bucket.
     timeout_s
-        What has not come after so many seconds is given up.
+        What has not come after so many seconds is given up; may be changed.
     """
 
     def __init__(self, client: S3Client, health: Health, timeout_s: float) -> None:
         self._client = client
         self._health = health
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._area = LandingArea()
         self._pool = WorkerPool(_PARALLEL)
         self._lock = threading.Lock()
@@ -152,7 +152,7 @@ class Fetcher:
         failed
             Called with tasks of which nothing was read; their outcomes are filled in.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         for task in tasks:
             # It is handed to the threads when the job has been planned long since.
             task.progress = None

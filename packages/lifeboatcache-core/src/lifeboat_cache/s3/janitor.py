@@ -54,6 +54,16 @@ _FIRST_NUMBER = 50_000_000
 #: It is not worth a request to give back less than this.
 _LEAST_DEAD_BYTES = 8 << 20
 
+#: A node that is not told what the bucket takes lists all of it at most this often.
+_SURVEY_S = 3600.0
+
+#: Segments below this size are merged when a namespace has so many of them that are older than
+#: so many seconds. What comes of it is as a rule not small any more, so that nothing is moved
+#: again and again.
+_SMALL_BYTES = 32 << 20
+_MANY_SMALL = 32
+_SETTLED_S = 3600.0
+
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -132,7 +142,7 @@ class BucketJanitor:
         self._shared = SharedUses(self._client, self._names)
         self._writer = new_writer_id()  # of tombstones
         self._number = _FIRST_NUMBER
-        self._orphans_at = float("-inf")
+        self._orphans_at = self._surveyed_at = float("-inf")
         self._suspects: dict[str, set[str]] = {}
         self._doomed_left = 0
         self._report = JanitorReport()
@@ -169,7 +179,7 @@ class BucketJanitor:
             self._uses.tell(self._clock.monotonic())
             if report.holder:
                 report.busy = True
-                self._archive.survey()
+                self._hear()
                 report.used_before = report.used_after = self._archive.used()
                 return
         self._step("survey")
@@ -183,7 +193,30 @@ class BucketJanitor:
             self._carry_out(plan)
             self._collect_orphans()
             self._tidy()
+            self._tell()
         self._summarize()
+
+    def _hear(self) -> None:
+        """Know what the bucket takes from the node that looks after it."""
+        if self._archive.hear(self._lease.heard):
+            return
+        now = self._clock.monotonic()
+        if now - self._surveyed_at >= _SURVEY_S:
+            self._archive.survey()
+            self._surveyed_at = now
+
+    def _tell(self) -> None:
+        """Let other nodes know what the bucket takes, with the lease: they need not list it."""
+        self._archive.learn(
+            {
+                held.directory: (
+                    sum(one.name.size for one in held.segments.values()),
+                    sum(len(one.rows) for one in held.segments.values()),
+                )
+                for held in self._inventory.namespaces.values()
+            }
+        )
+        self._lease.says = self._archive.tell()
 
     def close(self) -> None:
         """Let another node look after the bucket at once."""
@@ -206,6 +239,7 @@ class BucketJanitor:
         self._expire(plan)
         self._evict(plan)
         self._thin_out(plan)
+        self._merge(plan)
         return plan
 
     def _expire(self, plan: _Plan) -> None:
@@ -266,6 +300,22 @@ class BucketJanitor:
             dead = segment.name.size - size
             if size < self._policy.live_ratio * segment.name.size and dead >= _LEAST_DEAD_BYTES:
                 plan.add(held, segment, live)
+
+    def _merge(self, plan: _Plan) -> None:
+        """Many small segments become few: each costs a line in every listing."""
+        oldest = self._client.now() - _SETTLED_S
+        for held in self._inventory.namespaces.values():
+            small = [
+                segment
+                for segment in held.segments.values()
+                if segment.name.size < _SMALL_BYTES
+                and segment.name.time < oldest
+                and not segment.untouchable
+                and not plan.has(segment)
+            ]
+            if len(small) >= _MANY_SMALL:
+                for segment in small:
+                    plan.add(held, segment, segment.rows.live())
 
     # Doing it -----------------------------------------------------------------
 

@@ -37,6 +37,14 @@ class BucketLease:
         The object.
     clock
         Seconds that never jump.
+
+    Attributes
+    ----------
+    says
+        What this process tells others while it has the lease: known to them after the next
+        renewal.
+    heard
+        What another one that has it says.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class BucketLease:
         self._clock = clock
         self._claim = secrets.token_hex(8)
         self._renewed: float | None = None
+        self.says: dict[str, Any] = {}
+        self.heard: dict[str, Any] = {}
 
     def take(self) -> str:
         """Take the lease, or keep it; costs two requests when that is due.
@@ -70,11 +80,14 @@ class BucketLease:
         present = self._client.now()
         # One that ends much later than any that is written now is nonsense.
         if not mine and present < _until(owner) < present + 3 * LEASE_S:
+            said = owner.get("says")
+            self.heard = said if isinstance(said, dict) else {}
             return f"pid {owner.get('pid', '?')} on {owner.get('host', 'another host')}"
         document = {
             **this_process().to_json(),
             "claim": self._claim,
             "until": present + LEASE_S,
+            "says": self.says,
         }
         data = json.dumps(document).encode() + b"\n"
         done = (

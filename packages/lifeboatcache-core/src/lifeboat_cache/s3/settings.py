@@ -105,16 +105,13 @@ class S3Settings:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Equal for settings that differ in limits only."""
+        """Equal for settings of one place; what else they say may change while it is used."""
         return (
             self.path,
             self.bucket,
-            self.endpoint_url,
+            (self.endpoint_url or "").rstrip("/"),
             self.region,
-            self.prefix,
-            self.sse,
-            self.sse_kms_key_id,
-            self.direct_io,
+            self.prefix.strip("/"),
         )
 
     @property

@@ -6,6 +6,7 @@ the death of the process, and is uploaded by the next one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lifeboat_cache.errors import FormatError
+from lifeboat_cache.errors import FormatError, NewerFormatError
 from lifeboat_cache.format.header import HEADER_BYTES, MAGIC_JOURNAL, FileHeader
 from lifeboat_cache.format.journal import (
     ENTRY,
@@ -231,12 +232,15 @@ class LeftBehind:
         Its segments.
     tombstones
         What it has declared dead.
+    problem
+        What is lost of it and why, for people.
     """
 
     namespace: bytes
     writer: bytes
     sealed: tuple[Sealed, ...]
     tombstones: Entries
+    problem: str = ""
 
 
 def read_left_behind(directory: Path, writer: str, numbers: Sequence[int]) -> LeftBehind:
@@ -251,17 +255,38 @@ def read_left_behind(directory: Path, writer: str, numbers: Sequence[int]) -> Le
     numbers
         Its segments that are there.
 
+    Returns
+    -------
+    LeftBehind
+        What can be had of it. Segments without records are of no use to anybody: nothing says
+        what is in them.
+
     Raises
     ------
-    OSError, FormatError
+    OSError
         If it cannot be read.
+    NewerFormatError
+        If a later release has written it.
     """
     path = directory / f"{writer}.journal"
-    data = path.read_bytes()
-    header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_JOURNAL, path.name)
-    if header.writer.hex() != writer or header.namespace.hex()[:32] != directory.name:
-        raise FormatError(f"{path.name}: the header names another journal; it is skipped")
-    entries, _ = parse_entries(data[HEADER_BYTES:], header.writer, 0, header.namespace)
+    owner, namespace, problem = bytes.fromhex(writer), bytes(32), ""
+    data = b""
+    try:
+        data = path.read_bytes()
+        header = FileHeader.unpack(data[:HEADER_BYTES], MAGIC_JOURNAL, path.name)
+        if header.writer != owner or header.namespace.hex()[:32] != directory.name:
+            raise FormatError(f"{path.name}: the header names another journal")
+        namespace = header.namespace
+    except NewerFormatError:
+        raise
+    except FileNotFoundError:
+        problem = f"staged segments of {writer} have no journal: nothing says what is in them"
+    except FormatError as error:
+        # Its entries carry checksums of their own.
+        problem = f"{error}; what is intact of it is uploaded"
+        with contextlib.suppress(OSError, FormatError):
+            namespace = Namespace.from_json((directory / "namespace.json").read_bytes()).digest
+    entries, _ = parse_entries(data[HEADER_BYTES:], owner, 0, namespace)
     records = entries[entries["kind"] == KIND_RECORD]
     sealed = []
     for number in numbers:
@@ -269,6 +294,6 @@ def read_left_behind(directory: Path, writer: str, numbers: Sequence[int]) -> Le
         size = file.stat().st_size
         mine = records[records["segment"] == number]
         ends = mine["offset"].astype(np.int64) + mine["stored_length"]
-        sealed.append(Sealed(header.namespace, header.writer, number, file, mine[ends <= size]))
+        sealed.append(Sealed(namespace, owner, number, file, mine[ends <= size]))
     tombstones = entries[entries["kind"] == KIND_TOMBSTONE]
-    return LeftBehind(header.namespace, header.writer, tuple(sealed), tombstones)
+    return LeftBehind(namespace, owner, tuple(sealed), tombstones, problem)

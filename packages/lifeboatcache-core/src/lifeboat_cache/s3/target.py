@@ -40,8 +40,15 @@ class S3Target(Target):
     @classmethod
     def from_tier(cls, tier: S3Tier) -> S3Target:
         """From a tier of the configuration."""
-        target = cls(S3Settings.from_tier(tier))
-        target.rung = tier.rung
+        return cls.of(S3Settings.from_tier(tier), tier.rung)
+
+    @classmethod
+    def of(
+        cls, settings: S3Settings, rung: Literal["local", "shared", "archive"] | None
+    ) -> S3Target:
+        """A bucket on a rung."""
+        target = cls(settings)
+        target.rung = rung
         return target
 
     @property

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lifeboat_cache.errors import FormatError, LifeboatError
+from lifeboat_cache.errors import FormatError, LifeboatError, NewerFormatError
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.janitor.bitmaps import Bitmap
 from lifeboat_cache.s3.names import FeedKind, FeedName
@@ -73,6 +73,8 @@ class Uploader:
         self._dead_number = _FIRST_DEAD
         self._said: set[str] = set()
         self.problem = ""
+        #: Writers whose journals a later release has written: it uploads what they have staged.
+        self.left_alone: frozenset[str] = frozenset()
         #: Bytes that are complete and not in the bucket yet.
         self.waiting = 0
         #: Segments in the bucket because of this process.
@@ -173,6 +175,7 @@ class Uploader:
         if hurry or now >= self._buried_at:
             self._buried_at = now + _BURIED_S
             self._publish_buried()
+        self._archive.describe_again()
         if problem is not None:
             raise problem
 
@@ -193,7 +196,7 @@ class Uploader:
             raise InterruptedError("the process ends")
         if size and not archive.catalog(sealed.namespace).has(sealed.writer, sealed.number):
             folder = sealed.namespace.hex()[:32]
-            archive.document(folder, _document(sealed.path.parent))
+            archive.document(sealed.namespace, _document(sealed.path.parent))
             fd = open_file(sealed.path)
             try:
                 key = archive.names.segment(folder, sealed.writer, sealed.number)
@@ -246,6 +249,7 @@ class Uploader:
 
     def _find_left(self) -> list[tuple[Path, LeftBehind]]:
         found: list[tuple[Path, LeftBehind]] = []
+        left_alone: set[str] = set()
         for directory in self._archive.staging.directories():
             journals: set[str] = set()
             numbers: dict[str, list[int]] = {}
@@ -257,17 +261,21 @@ class Uploader:
                     journals.add(name.writer)
                 elif name.kind == "segment":
                     numbers.setdefault(name.writer, []).append(name.segment)
-            for writer in sorted(journals):
+            for writer in sorted(journals | numbers.keys()):
                 if writer_alive(directory, writer):
                     continue
                 try:
                     one = read_left_behind(directory, writer, sorted(numbers.get(writer, ())))
                 except FileNotFoundError:
                     continue  # another process has done it meanwhile
-                except FormatError as exc:
+                except NewerFormatError as exc:
+                    left_alone.add(writer)
                     self._say(str(exc))
                     continue
+                if one.problem:
+                    self._say(one.problem)
                 found.append((directory, one))
+        self.left_alone = frozenset(left_alone)
         return found
 
     def _finish(self, directory: Path, left: LeftBehind) -> None:
