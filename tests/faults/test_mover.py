@@ -453,6 +453,52 @@ def test_deletions_that_a_mover_has_not_taken_over_are_told_to_the_next(
     assert driver.lookup(range(3)) == [Lookup.MISS, Lookup.MISS, Lookup.HIT]
 
 
+def test_deletion_of_which_a_mover_dies_is_told_to_the_next(
+    rig: Movers, tier: Tier, driver: StoreDriver, faulty: FaultyDisk
+) -> None:
+    faulty.rules(JOURNAL)
+    assert driver.delete([0, 1]) == [True] * 2
+    faulty.wait_hanging()
+    # The mover knows of it, and that is not enough: it is not on storage yet.
+    assert not driver.driven.drain(0.05)
+    assert set(driver.driven.undone_deletions()) == set(driver.keys([0, 1]))
+    pid = rig.pid(tier)
+    os.kill(pid, signal.SIGKILL)
+    faulty.rules()
+    faulty.release(errno.EIO)
+    until(partial(gone, pid), "the end of the mover")
+    seen = set()
+
+    def deleted() -> bool:
+        seen.update(driver.lookup([0, 1]))
+        return not driver.driven.undone_deletions()
+
+    rig.start(tier)
+    until(deleted, "the deletion to be on storage")
+    assert driver.driven.drain(60)
+    assert seen <= {Lookup.MISS, Lookup.RETRY}
+    # It is: whoever comes next does not find them, either.
+    rig.kill(tier)
+    rig.start(tier)
+    until(lambda: remote(driver).state is State.READY, "the next mover")
+    assert driver.lookup(range(3)) == [Lookup.MISS, Lookup.MISS, Lookup.HIT]
+
+
+def test_deletion_that_fails_is_not_waited_for_and_is_tried_again(
+    driver: StoreDriver, faulty: FaultyDisk
+) -> None:
+    faulty.rules({**JOURNAL, "do": "error", "errno": errno.EIO})
+    assert driver.delete([0, 1]) == [True] * 2
+    assert driver.driven.drain(60)
+    assert set(driver.driven.undone_deletions()) == set(driver.keys([0, 1]))
+    # What is stored again meanwhile is not deleted by it.
+    faulty.rules()
+    assert driver.store([1]) == [OK]
+    until(lambda: not driver.driven.undone_deletions(), "the deletion to be on storage")
+    assert driver.lookup(range(3)) == [Lookup.MISS, Lookup.HIT, Lookup.HIT]
+    assert driver.load([1]) == [OK]
+
+
 def test_mover_that_cannot_even_be_killed(
     rig: Movers, tier: Tier, driver: StoreDriver, faulty: FaultyDisk
 ) -> None:

@@ -117,6 +117,13 @@ class Apart:
             _write(self._to, request)
         return self._wait(heard or _unheard, stopping)
 
+    def interrupt(self) -> None:
+        """After Ctrl-C in :meth:`ask`: let what is being done clean up behind itself."""
+        if self._pid and not self._silent:
+            os.kill(self._pid, signal.SIGINT)
+            with contextlib.suppress(LifeboatError, RuntimeError):
+                self._wait(_unheard, None)
+
     def close(self) -> None:
         """Let go of the child process."""
         if not self._pid:

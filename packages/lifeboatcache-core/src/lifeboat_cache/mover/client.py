@@ -16,16 +16,18 @@ from lifeboat_cache.config.schema import Tier
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.index import Index
 from lifeboat_cache.mover.breaker import Breaker
+from lifeboat_cache.mover.deletions import DELETION
 from lifeboat_cache.mover.feed import take_in
 from lifeboat_cache.mover.hosting import layout_to_json
 from lifeboat_cache.mover.link import Link, reason_of
 from lifeboat_cache.mover.places import MoverPlaces, target_key
-from lifeboat_cache.mover.transfers import Transfers
+from lifeboat_cache.mover.transfers import Transfers, answer_of
 from lifeboat_cache.mover.wire import PROTOCOL, Kind, Message, from_json, to_json
 from lifeboat_cache.namespace import Namespace
+from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.version import __version__
 
-__all__ = ["DELETION", "LOOK_S", "MoverClient"]
+__all__ = ["LOOK_S", "MoverClient"]
 
 _log = logging.getLogger("lifeboat_cache")
 
@@ -44,9 +46,6 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 2.0
 #: Memory that nothing has used for so many seconds is given back.
 _QUIET_S = 30.0
 
-#: Numbers of deletions begin here, those of parts of jobs below.
-DELETION = 1 << 63
-
 
 class MoverClient:
     """Reaches the mover again and again, and takes in what it says.
@@ -62,8 +61,10 @@ class MoverClient:
     breaker, transfers
         Those of the store.
     on_deleted
-        Called with the number of a deletion that the mover has taken over, or with
-        ``None``: no answer to those under way comes any more.
+        Called with the number of a deletion and whether its tombstones are on storage, or
+        with ``None``: no answer to those under way comes any more.
+    on_records
+        Called when the mover has told of records.
 
     Attributes
     ----------
@@ -92,7 +93,8 @@ class MoverClient:
         arena_bytes: int,
         breaker: Breaker,
         transfers: Transfers,
-        on_deleted: Callable[[int | None], None],
+        on_deleted: Callable[[int | None, bool], None],
+        on_records: Callable[[], None],
     ) -> None:
         self._tier = tier
         self._places = MoverPlaces.of(home, target_key(tier))
@@ -103,6 +105,7 @@ class MoverClient:
         self._breaker = breaker
         self._transfers = transfers
         self._on_deleted = on_deleted
+        self._on_records = on_records
         self._namespace: Namespace | None = None
         self._layouts: dict[int, KVLayout] = {}
         self._settings: dict[str, Any] = {}
@@ -208,7 +211,7 @@ class MoverClient:
         self._breaker.reset()
         self.index = Index()
         self._settings = self._sections()
-        self._on_deleted(None)
+        self._on_deleted(None, False)
         self.link, self.reason = link, ""
         self._transfers.attach(link)
         for layout in list(self._layouts.values()):
@@ -252,7 +255,7 @@ class MoverClient:
     def _let_go(self, link: Link) -> None:
         """The mover has gone, or is to go."""
         self.link = None
-        self._on_deleted(None)
+        self._on_deleted(None, False)
         self._transfers.detach(link)
         if self._reader is not None:
             self._reader.join()
@@ -276,7 +279,8 @@ class MoverClient:
     def _hear(self, link: Link, message: Message) -> None:
         if message.kind == Kind.DONE:
             if message.number >= DELETION:
-                self._on_deleted(message.number)
+                done = bool((answer_of(message)[1] == Outcome.OK).all())
+                self._on_deleted(message.number, done)
             else:
                 self._transfers.done(link, message)
         elif message.kind == Kind.STATUS:
@@ -293,13 +297,15 @@ class MoverClient:
         elif message.kind == Kind.RESET:
             link.synced = False
             self.index = Index()
+            # The mover may have opened its target anew, and know of none of them.
+            self._on_deleted(None, False)
         elif message.kind == Kind.PROBED:
             answer = from_json(message.body)
             if self._breaker.probed(answer.get("ok") is True, str(answer.get("reason") or "")):
                 _log.warning("LifeboatCache: target %s answers again", self._tier.name)
                 self._transfers.wake()
-        else:
-            take_in(self.index, message)
+        elif take_in(self.index, message) and message.kind == Kind.INSERT:
+            self._on_records()
 
     def watch_deadlines(self) -> None:
         """End what takes too long; nothing that this thread does can wait."""

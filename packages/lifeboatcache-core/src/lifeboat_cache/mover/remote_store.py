@@ -30,7 +30,8 @@ from lifeboat_cache.errors import LifeboatError, StoreClosedError
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.job import Job
 from lifeboat_cache.mover.breaker import Breaker
-from lifeboat_cache.mover.client import DELETION, LOOK_S, MoverClient
+from lifeboat_cache.mover.client import LOOK_S, MoverClient
+from lifeboat_cache.mover.deletions import Deletions
 from lifeboat_cache.mover.transfers import Transfers
 from lifeboat_cache.mover.wire import Kind
 from lifeboat_cache.namespace import Namespace
@@ -129,9 +130,7 @@ class RemoteStore:
         self._jobs: set[Job] = set()
         self._finished: deque[Job] = deque()
         self._pins: Counter[bytes] = Counter()
-        self._deleting: dict[int, list[bytes]] = {}
-        self._undone: set[bytes] = set()  # deleted, but the mover has died since
-        self._deletions = 0
+        self._deletions = Deletions()
         self._process = os.getpid()
         self._stop = threading.Event()
         self._breaker = Breaker(tier.timeout_s)
@@ -148,6 +147,7 @@ class RemoteStore:
             breaker=self._breaker,
             transfers=self._transfers,
             on_deleted=self._deleted,
+            on_records=self._hide_deleted,
         )
         _stores.add(self)
         self._keeper = threading.Thread(target=self._keep, name="lifeboat-mover", daemon=True)
@@ -360,28 +360,34 @@ class RemoteStore:
             mine = [number for number, hit in zip(free, there, strict=True) if hit]
             if not mine:
                 return done
-            self._deletions += 1
-            number = DELETION + self._deletions
             told = [keys[n] for n in mine]
-            self._deleting[number] = told
-            if not self._transfers.tell(Kind.DELETE, b"".join(told), number):
-                del self._deleting[number]
-                return done
-            done[mine], _, _ = self._client.index.take_many(told)
+            if self._tell_deleted(told):
+                done[mine], _, _ = self._client.index.take_many(told)
         return done
 
+    def _tell_deleted(self, keys: Sequence[bytes]) -> bool:
+        """Tell the mover what to delete, if there is one; under the lock."""
+        number = self._deletions.tell(keys)
+        if self._transfers.tell(Kind.DELETE, b"".join(keys), number):
+            return True
+        self._deletions.not_told(number)
+        return False
+
     def undone_deletions(self) -> list[bytes]:
-        """Keys whose deletion the mover has not taken over."""
+        """Keys that were deleted, and whose tombstones are not on storage yet."""
         with self._lock:
-            return [*self._undone, *(key for keys in self._deleting.values() for key in keys)]
+            return self._deletions.keys()
 
     def _tick(self) -> None:
         """Called every few moments."""
         self._companion.tick()
-        if self._undone and self.state is State.READY:
+        if self._deletions.untold and self.state is State.READY:
             with self._lock:
-                again, self._undone = list(self._undone), set()
-            self.delete(again)
+                again = self._deletions.take_untold()
+                for first in range(0, len(again), _KEYS):
+                    if not self._tell_deleted(again[first : first + _KEYS]):
+                        self._deletions.give_back(again[first:])
+                        break
 
     # Jobs -------------------------------------------------------------------
 
@@ -392,7 +398,7 @@ class RemoteStore:
         size = int(batch.buffers.sizes().sum())
         with self._lock:
             self._admit(job)
-            self._undone.difference_update(batch.keys)
+            self._deletions.stored(batch.keys)
             refusal: Outcome | None = None
             if self._state is State.DISABLED:
                 refusal = Outcome.DISABLED
@@ -520,26 +526,33 @@ class RemoteStore:
         self._transfers.cancel(Outcome.DISABLED)
         _log.warning("LifeboatCache stands down: %s", reason)
 
-    def _deleted(self, number: int | None) -> None:
-        """The mover has taken a deletion over; or, for all under way, nobody knows."""
+    def _deleted(self, number: int | None, done: bool = False) -> None:
+        """What has become of a deletion; or nobody knows it of any."""
         with self._idle:
             if number is None:
-                self._undone.update(key for keys in self._deleting.values() for key in keys)
-                self._deleting.clear()
+                self._deletions.lost()
             else:
-                self._deleting.pop(number, None)
+                self._deletions.answered(number, done=done)
             self._idle.notify_all()
+
+    def _hide_deleted(self) -> None:
+        """A mover has told of records: those that its predecessor should have deleted are none."""
+        if self._deletions.untold:
+            with self._lock:
+                self._client.index.take_many(self._deletions.hidden())
 
     # The end ----------------------------------------------------------------
 
     def drain(self, timeout: float | None = None, *, cancel: bool = False) -> bool:
-        """Wait until no job is under way and what was deleted is told; see :meth:`Store.drain`."""
+        """Wait until no job is under way and what was deleted is gone; see :meth:`Store.drain`."""
         if self._process != os.getpid():
             return True
         if cancel:
             self._transfers.cancel()
         with self._idle:
-            return self._idle.wait_for(lambda: not (self._jobs or self._deleting), timeout)
+            return self._idle.wait_for(
+                lambda: not (self._jobs or self._deletions.under_way), timeout
+            )
 
     def close(self, timeout: float = 30.0) -> bool:
         """Finish queued jobs and let go of everything. Idempotent.
@@ -579,7 +592,7 @@ class RemoteStore:
             # What is being copied is done in a moment; all else ends here.
             self._transfers.cancel(sent=True)
             with self._lock:
-                self._deleting.clear()
+                self._deletions.forget()
 
     def purge(self) -> None:
         """Remove the namespace from the target, once the store is closed; returns at once."""

@@ -159,8 +159,7 @@ class Session:
         elif message.kind == Kind.TOUCH:
             host.store.touch(_keys(message))
         elif message.kind == Kind.DELETE:
-            host.store.delete(_keys(message))
-            self._put(_Out(Kind.DONE, message.number, _done({}, b"")))
+            host.store.delete(_keys(message), on_buried=partial(self._buried, message.number))
         elif message.kind == Kind.LAYOUT:
             host.describe(layout_from_json(from_json(message.body)))
         elif message.kind == Kind.CONFIG:
@@ -222,6 +221,10 @@ class Session:
         out = _Out(Kind.DONE, number, body, tuple(keys[row] for row in missing))
         # An engine hears of records that have come or gone before it hears that this is done.
         self._put(out, last=lane == "store" or bool((job.outcomes != Outcome.OK).any()))
+
+    def _buried(self, number: int, done: bool) -> None:
+        outcome = Outcome.OK if done else Outcome.FAILED
+        self._put(_Out(Kind.DONE, number, _done({}, bytes([outcome]))))
 
     # Telling ----------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from lifeboat_cache.mover.wire import CODED, REQUEST, Kind, Message
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.records import void
 
-__all__ = ["Transfers"]
+__all__ = ["Transfers", "answer_of"]
 
 _log = logging.getLogger("lifeboat_cache")
 
@@ -374,7 +374,7 @@ class Transfers:
     def done(self, link: Link, message: Message) -> None:
         """The mover has done a part."""
         now = time.monotonic()
-        coded, said = _answer(message)
+        coded, said = answer_of(message)
         with self._ready:
             if self._link is not link:
                 return
@@ -529,7 +529,7 @@ class Transfers:
             self._complete(task.job, task.size)
 
 
-def _answer(message: Message) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
+def answer_of(message: Message) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
     """What went through which codec, and the outcomes.
 
     Raises

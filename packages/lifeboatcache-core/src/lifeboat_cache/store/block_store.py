@@ -30,7 +30,7 @@ from lifeboat_cache.index_answers import Touched
 from lifeboat_cache.job import Job
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store.burials import Burials
+from lifeboat_cache.store.burials import Burials, Told
 from lifeboat_cache.store.coding import Codings
 from lifeboat_cache.store.counters import Counters, CounterSnapshot
 from lifeboat_cache.store.executor import Executor
@@ -391,8 +391,19 @@ class BlockStore:
             with self._lock:
                 self._touched.append((places, now))
 
-    def delete(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+    def delete(
+        self, keys: Sequence[bytes], *, on_buried: Told | None = None
+    ) -> npt.NDArray[np.bool_]:
         """Delete blocks, in memory at once and on storage soon after.
+
+        Parameters
+        ----------
+        keys
+            32-byte block keys.
+        on_buried
+            Told whether what was deleted is gone from storage, too: on an I/O thread, or
+            before this returns if there was nothing to do. If it is not, that is tried again,
+            and told again.
 
         Returns
         -------
@@ -403,14 +414,17 @@ class BlockStore:
         if self._process != os.getpid():
             return done
         with self._lock:
-            if self._state in (State.DISABLED, State.CLOSED):
-                return done
-            free = [number for number, key in enumerate(keys) if not self._pins.get(key, 0)]
-            done[free], owners, records = self._index.take_many([keys[n] for n in free])
-            if not records.shape[0]:
-                return done
-            number = self._burials.add(owners, records)
-        self._executor.plan("store", partial(self._burials.run, number))
+            usable = self.usable
+            number = 0
+            if self._state not in (State.DISABLED, State.CLOSED):
+                free = [number for number, key in enumerate(keys) if not self._pins.get(key, 0)]
+                done[free], owners, records = self._index.take_many([keys[n] for n in free])
+                if records.shape[0]:
+                    number = self._burials.add(owners, records, on_buried)
+        if number:
+            self._executor.plan("store", partial(self._burials.run, number))
+        elif on_buried is not None:
+            on_buried(usable)
         return done
 
     def _bury_deleted(self, owners: npt.NDArray[np.uint32], records: Entries) -> bool:

@@ -10,7 +10,10 @@ import numpy.typing as npt
 
 from lifeboat_cache.format.journal import Entries
 
-__all__ = ["Burials"]
+__all__ = ["Burials", "Told"]
+
+#: Told whether the tombstones of a deletion are on storage.
+Told = Callable[[bool], None]
 
 #: So many deletions that failed are tried again; what was deleted then may be found once more.
 _MOST = 4096
@@ -34,14 +37,19 @@ class Burials:
     ) -> None:
         self._idle = idle
         self._bury = bury
-        self._left: dict[int, tuple[npt.NDArray[np.uint32], Entries]] = {}
+        self._left: dict[int, tuple[npt.NDArray[np.uint32], Entries, Told | None]] = {}
         self._number = 0
         self.under_way = 0
 
-    def add(self, owners: npt.NDArray[np.uint32], records: Entries) -> int:
-        """Note a deletion; its number, which :meth:`run` is to be called with. Under the lock."""
+    def add(
+        self, owners: npt.NDArray[np.uint32], records: Entries, told: Told | None = None
+    ) -> int:
+        """Note a deletion; its number, which :meth:`run` is to be called with. Under the lock.
+
+        ``told`` is called after each attempt with whether it has succeeded.
+        """
         self._number += 1
-        self._left[self._number] = owners, records
+        self._left[self._number] = owners, records, told
         self.under_way += 1
         return self._number
 
@@ -59,9 +67,12 @@ class Burials:
     def run(self, number: int) -> None:
         """Write the tombstones of a deletion."""
         done = False
+        owners, records, told = self._left[number]
         try:
-            done = self._bury(*self._left[number])
+            done = self._bury(owners, records)
         finally:
+            if told is not None:
+                told(done)
             with self._idle:
                 self.under_way -= 1
                 if done:
@@ -71,5 +82,5 @@ class Burials:
     def keys(self) -> list[bytes]:
         """Keys whose records may still be on storage."""
         with self._idle:
-            left = [records["key"] for _, records in self._left.values()]
+            left = [records["key"] for _, records, _ in self._left.values()]
         return [bytes(key) for keys in left for key in keys]
