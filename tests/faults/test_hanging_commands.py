@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from agents import until
 from faultkit.disks import EVERYTHING_HANGS, FaultyDisk
 
 from lifeboat_cache.testing import StoreDriver
@@ -47,16 +49,28 @@ def ladder(tmp_path: Path, faulty: FaultyDisk, open_driver: Callable[..., StoreD
     return config
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def start(config: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _CLI, command[0], "--config", str(config), *command[1:]],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def run(config: Path, *command: str) -> subprocess.CompletedProcess[str]:
     # It ends, and so does whoever holds its output: not only its own process.
-    return subprocess.run(
-        [sys.executable, "-c", _CLI, command[0], "--config", str(config), *command[1:]],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    with start(config, *command) as process:
+        try:
+            output, errors = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def test_commands_while_all_is_well(ladder: Path) -> None:
@@ -94,6 +108,72 @@ def test_command_on_a_ladder_whose_first_target_hangs(
     assert SILENT in (done.stdout if command == ("doctor",) else done.stderr)
     assert str(faulty.root) in done.stdout + done.stderr
     assert said in done.stdout
+
+
+SMALL = ("--size", "1MiB", "--block-size", "256KiB", "--no-compile", "--json")
+
+
+def test_bench_of_a_ladder_whose_first_target_hangs(ladder: Path, faulty: FaultyDisk) -> None:
+    faulty.rules(*EVERYTHING_HANGS)
+    done = run(ladder, "bench", *SMALL, "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "hot load, throughput" in {
+        json.loads(line)["metric"] for line in done.stdout.splitlines()
+    }
+    for more in (("--target", "share"), ("--path", str(faulty.root))):
+        done = run(ladder, "bench", *SMALL, "--quick", *more)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert SILENT in done.stderr
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["hangs", "is-interrupted"])
+def test_bench_in_the_middle(ladder: Path, faulty: FaultyDisk, interrupted: bool) -> None:
+    with start(ladder, "bench", *SMALL, "--rounds", "100000", "--target", "share") as process:
+        assert process.stderr is not None
+        until(lambda: list(faulty.root.glob(".bench-*/raw")), "the benchmark to be at work")
+        if interrupted:
+            process.send_signal(signal.SIGTERM)
+        else:
+            faulty.rules(*EVERYTHING_HANGS)
+        _, errors = process.communicate(timeout=100)
+    if interrupted:
+        assert process.returncode == 130
+        assert not list(faulty.root.glob(".bench-*"))
+    else:
+        assert process.returncode == 2
+        assert SILENT in errors
+
+
+_SELFTEST = """
+import argparse, json, sys
+from lifeboat_cache.selftest.place import run_trial
+
+class Trial:
+    def __init__(self, scratch, log):
+        self.scratch, self.steps, self.facts = scratch, [], {}
+
+    def run(self):
+        self.facts["settings"] = (self.scratch / "lifeboat.yaml").read_text()
+
+args = argparse.Namespace(config=sys.argv[1], keep=False)
+print(json.dumps(run_trial(args, Trial, engine="none", module="json").to_json()))
+"""
+
+
+def test_selftest_keeps_away_from_a_target_that_hangs(ladder: Path, faulty: FaultyDisk) -> None:
+    faulty.rules(*EVERYTHING_HANGS)
+    done = subprocess.run(
+        [sys.executable, "-c", _SELFTEST, str(ladder)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    facts = json.loads(done.stdout)["facts"]
+    assert facts["target"] == "share"
+    assert not facts["on_file_system_of_target"]
+    assert str(faulty.mount) not in facts["settings"]
 
 
 def test_target_that_hangs_while_it_is_checked(ladder: Path, faulty: FaultyDisk) -> None:

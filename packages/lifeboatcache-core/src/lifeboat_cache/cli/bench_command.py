@@ -6,14 +6,18 @@ import argparse
 import contextlib
 import os
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lifeboat_cache.bench import LEAST_PAIRS, BenchPlan, Report, run_bench
+from lifeboat_cache.bench import LEAST_PAIRS, BenchPlan, Report, Row, run_bench
 from lifeboat_cache.bench.place import interruptible
 from lifeboat_cache.cli.output import RefusedError, clean
 from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.units import parse_size
 from lifeboat_cache.errors import LifeboatError
+from lifeboat_cache.mover.apart import Apart, Say
 from lifeboat_cache.targets.direct import ALIGNMENT
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.targets.layout import DIRECTORY_MODE
@@ -68,10 +72,32 @@ def bench(args: argparse.Namespace) -> int:
             if not args.json or sys.stderr.isatty():
                 print(f"lifeboat-cache: {clean(text)}", file=sys.stderr, flush=True)
 
+        def hear(said: Any) -> None:
+            if isinstance(said, str):
+                say(said)
+            else:
+                report.add(Row(**said))
+
         say(f"target {tier.name}, {plan.io_workers} I/O threads")
-        run_bench(plan, report, say)
+        with Apart(tier, lambda _, told: run_bench(plan, _Passed(told), told)) as apart:
+            try:
+                apart.ask(None, hear)
+            except KeyboardInterrupt:
+                apart.interrupt()
+                raise
         report.close()
     return 0
+
+
+class _Passed(Report):
+    """Passes rows on to whoever prints them."""
+
+    def __init__(self, tell: Say) -> None:
+        super().__init__(progress=False)
+        self._tell = tell
+
+    def add(self, row: Row) -> None:
+        self._tell(asdict(row))
 
 
 def _size(option: str, text: str) -> int:
@@ -97,7 +123,8 @@ def _tier(config: Config, args: argparse.Namespace) -> Tier:
     problems = []
     for tier in places:
         try:
-            FilesystemTarget.from_tier(tier).probe()
+            with Apart(tier, partial(_probe, tier)) as apart:
+                apart.ask(None)
         except (OSError, LifeboatError) as error:
             problems.append(f"{tier.name}: {error}")
             continue
@@ -108,11 +135,19 @@ def _tier(config: Config, args: argparse.Namespace) -> Tier:
     )
 
 
+def _probe(tier: Tier, _request: Any, _say: Say) -> None:
+    FilesystemTarget.from_tier(tier).probe()
+
+
 def _directory(config: Config, path: Path) -> Tier:
     """A directory as a target without limits of its own, or the target that it is."""
     for tier in (*config.storage.tiers, config.storage.fallback_local.as_tier()):
         if tier.path == path:
             return tier
-    if not path.is_dir():
-        raise RefusedError(f"--path {path} is not a directory: make it first, or name another one")
-    return Tier(name="path", type="filesystem", path=path, min_free_gb=0.0, direct_io="auto")
+    tier = Tier(name="path", type="filesystem", path=path, min_free_gb=0.0, direct_io="auto")
+    with Apart(tier, lambda _, __: path.is_dir()) as apart:
+        if not apart.ask(None):
+            raise RefusedError(
+                f"--path {path} is not a directory: make it first, or name another one"
+            )
+    return tier

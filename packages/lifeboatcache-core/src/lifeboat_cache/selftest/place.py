@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from lifeboat_cache.config import Config, Tier, load_config
 from lifeboat_cache.config.paths import home_directory
+from lifeboat_cache.mover.hanging import can_hang, resolved
 from lifeboat_cache.selftest.report import Report, Step
 
 __all__ = [
@@ -78,13 +79,17 @@ def _set(values: Mapping[str, str | None]) -> None:
 def scratch_parent(tier: Tier, config: Config) -> tuple[Path, bool]:
     """Return where to make the directory, and whether the target's file system is there.
 
-    Beside the target's directory and never in it, nor in another target's.
+    Beside the target's directory and never in it, nor in another target's. A target that can
+    hang (a network file system, a bucket) is not touched: nobody would end a test that waits
+    for it, and its mover needs an agent.
     """
+    if can_hang(tier):
+        return Path(tempfile.gettempdir()), False
     path = tier.path.resolve()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     beside = there.parent if there == path else there
     stores = [
-        other.path.resolve()
+        resolved(other.path)[0]
         for other in (*config.storage.tiers, config.storage.fallback_local.as_tier())
     ]
     free = not any(beside == store or store in beside.parents for store in stores)
