@@ -6,13 +6,14 @@ One real server with the cache, whose agent serves the dashboard. In each round 
 sent while the overview is open and refreshes itself, as a browser does it but every second
 instead of every five, and while nobody looks; in turn, in the order ABBA. After a page was
 closed the dashboard goes on looking for half a minute, which is waited for. The limit is the
-same server with the page closed.
+same server with the page closed. Takes six minutes with 7 rounds on 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -78,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=3, help="of a measurement")
-    parser.add_argument("--days", type=int, default=25, help="length of a prompt, 86 tokens a day")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=2, help="of a measurement")
+    parser.add_argument("--days", type=int, default=12, help="length of a prompt, 86 tokens a day")
     parser.add_argument("--max-tokens", type=int, default=32, help="length of an answer")
     arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with servers.running((OURS,)) as up:
         server, pages = up[OURS], Pages(port)
         until(lambda: pages.get("/api/overview")["engines"], bool)
+        forgotten = 0.0  # when the dashboard looks no more for a reader
         for turn in range(-_WARM_UP, arguments.rounds):
             for state in (_OPEN, _CLOSED) if turn % 2 == 0 else (_CLOSED, _OPEN):
                 prompts = [
@@ -106,11 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if state == _OPEN:
                     with Reader(pages):
                         taken = seconds(server, prompts, arguments.max_tokens)
+                    forgotten = time.monotonic() + _INTEREST_S
                 else:
-                    time.sleep(_INTEREST_S)
+                    time.sleep(max(0.0, forgotten - time.monotonic()))
                     taken = seconds(server, prompts, arguments.max_tokens)
                 if turn >= 0:
                     found[state].append(taken)
+                    print(f"[bench] round {turn}, {state}: {taken:.2f} s", file=sys.stderr)
     report.add(
         compare(
             "vllm_dashboard",

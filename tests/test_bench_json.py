@@ -343,4 +343,5 @@ def test_the_dashboard_is_open_and_closed_in_turn(
     assert [row["limit_name"] for row in found] == ["page closed"]
     assert [row["ratio_limit"] for row in found] == [1.0]
     assert len(looked) >= 8
-    assert waited.count(module._INTEREST_S) == 8
+    # Until the dashboard looks no more for a reader, but for the first: nobody has looked yet.
+    assert sum(wait > module._INTEREST_S - 1 for wait in waited) == 7

@@ -55,8 +55,11 @@ class Servers:
         self.directory.mkdir(parents=True)
         self.home = self.directory / "home"
         self.home.mkdir(mode=0o700)
-        # Else the servers' agent would compile them beside the measurements.
-        kernels.compile_all(self.home)
+        # Once for all benchmarks; else the servers' agent would do it beside the measurements.
+        shared = dev_home() / "bench" / "home"
+        shared.mkdir(mode=0o700, exist_ok=True)
+        kernels.compile_all(shared)
+        (self.home / "kernels").symlink_to(shared / "kernels")
         self.root = self.directory / "fs"
         # The CPU tier is touched as a whole at the start: three servers share this machine.
         (self.home / "lifeboat.yaml").write_text(
