@@ -45,6 +45,11 @@ def test_figures_are_the_engines(
             lambda now: sum(one["stored_blocks"] or 0 for one in now) >= whole,
         )
         assert facts[0]["state"] == "ready"
+        ever = until(
+            lambda: pages.get("/api/overview")["since_ever"],
+            lambda now: now["prompt_tokens"] == first.prompt_tokens,
+        )
+        assert ever["token_hit_rate"] == 0
         (process,) = pages.get("/api/processes")["processes"]
         assert process["engine"] == "sglang"
         assert {one["codec"] for one in process["codecs"]} == {"lossless"}
@@ -53,9 +58,15 @@ def test_figures_are_the_engines(
         server = start_sglang(**options)
         second = server.generate(prompt)
         assert second.storage_tokens > 0
-        until(
-            lambda: pages.get("/api/overview")["since_ever"]["served_tokens"],
-            lambda tokens: tokens == second.storage_tokens,
+        asked = first.prompt_tokens + second.prompt_tokens
+        ever = until(
+            lambda: pages.get("/api/overview")["since_ever"],
+            lambda now: (
+                (now["served_tokens"], now["prompt_tokens"]) == (second.storage_tokens, asked)
+            ),
         )
+        assert ever["token_hit_rate"] == second.storage_tokens / asked
+        own = second.cached_tokens - second.storage_tokens
+        assert ever["engine_hit_rate"] == own / asked
         assert pages.get("/api/overview")["problems"] == []
         server.stop(signal.SIGKILL)
