@@ -38,8 +38,9 @@ def place(
             "storage:\n"
             "  fallback_local: {enabled: false}\n"
             "  tiers:\n"
-            f"    - {{name: share, type: filesystem, path: {disk.root}, min_free_gb: 0,"
-            " timeout_s: 2s}\n"
+            # With the deadline that targets have by default: what a slow machine takes long for
+            # must not look like a target that hangs.
+            f"    - {{name: share, type: filesystem, path: {disk.root}, min_free_gb: 0}}\n"
             f"    - {{name: local, type: filesystem, path: {tmp_path}/local, min_free_gb: 0}}\n"
         )
         yield home
@@ -114,7 +115,7 @@ def test_a_target_hangs_and_returns(
     until(place, lambda found: found["share"]["writing"] and found["share"]["state"] == "ready")
     stored(server, 4, "share")
     again = server.complete(prompts[0])
+    assert server.metric("lifeboat_load_blocks_failed_total") == 0
     assert again.cached_tokens >= full_chunks(first) * CHUNK
     assert again.text == first.text
-    assert server.metric("lifeboat_load_blocks_failed_total") == 0
     server.stop(signal.SIGTERM)
