@@ -406,6 +406,39 @@ def test_bytes_that_come_late_are_not_called_corrupt(
     assert third.load(range(3)) == [OK] * 3, "nobody has buried it"
 
 
+@pytest.mark.parametrize("damage", ["torn", "zeros"])
+def test_head_of_a_segment_that_comes_late_costs_no_block(
+    node: Callable[..., StoreDriver],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: str,
+) -> None:
+    """A soak buried all blocks of a segment whose head had been seen in pieces."""
+    from lifeboat_cache.targets import segment_reader
+
+    one = node(size=8192)
+    assert one.store(range(3)) == [OK] * 3
+    other, third = node(size=8192), node(size=8192)
+    (segment,) = root.glob("*/*.segment")
+    data = segment.read_bytes()
+    with segment.open("r+b") as file:
+        file.seek(2048 if damage == "torn" else 0)
+        file.write(bytes(4096 - file.tell()))
+    assert other.load(range(3)) == [MISSING] * 3
+    assert other.lookup(range(3)) == [Lookup.HIT] * 3, "they are asked for again"
+    with segment.open("r+b") as file:
+        file.write(data)
+    assert other.load(range(3)) == [OK] * 3
+    assert third.load(range(3)) == [OK] * 3, "nobody has buried them"
+    # If it stays so, they are given up.
+    with segment.open("r+b") as file:
+        file.write(bytes(4096))
+    monkeypatch.setattr(segment_reader, "_VISIBLE_S", 0.0)
+    last = node(size=8192)
+    assert last.load(range(3)) == [CORRUPT] * 3
+    assert last.lookup(range(3)) == [Lookup.MISS] * 3
+
+
 def test_what_stays_wrong_is_corrupt(
     node: Callable[..., StoreDriver], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -966,9 +966,14 @@ class BlockStore:
             self._codings,
             cached=self._page_cache,
         )
-        outcomes[:] = plan.outcomes
         if plan.lost.shape[0]:
-            self._forget(plan.lost_places, plan.outcomes[plan.lost])
+            lost, places = plan.lost, plan.lost_places
+            # Even the head of a file may be seen in pieces.
+            wrong = np.flatnonzero(plan.outcomes[lost] == Outcome.CORRUPT)
+            doubted = self._doubted(places, wrong)
+            plan.outcomes[lost[doubted]] = Outcome.MISSING
+            self._forget(places[~doubted], plan.outcomes[lost[~doubted]])
+        outcomes[:] = plan.outcomes
         yield from plan.tasks(part_bytes)
 
     def _finish_loads(self, tasks: list[IoTask]) -> None:
