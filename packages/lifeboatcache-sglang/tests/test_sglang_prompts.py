@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,18 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[PromptCounts]:
     SchedulerBatchResultProcessor.process_batch_result_prefill = ran
 
 
-def batch(computed: int, device: int = 0, host: int = 0, storage: int = 0, again: int = 0) -> Any:
+def request(rid: str = "1", tokens: int = 600) -> Any:
+    return SimpleNamespace(rid=rid, origin_input_ids=[0] * tokens)
+
+
+def batch(
+    computed: int,
+    device: int = 0,
+    host: int = 0,
+    storage: int = 0,
+    again: int = 0,
+    requests: Sequence[Any] = (request(),),
+) -> Any:
     """What the scheduler does for a batch."""
     adder = SimpleNamespace(
         log_input_tokens=computed,
@@ -42,7 +53,7 @@ def batch(computed: int, device: int = 0, host: int = 0, storage: int = 0, again
         log_host_hit_tokens=host,
         log_storage_hit_tokens=storage,
         new_token_ratio=0.5,
-        can_run_list=[None],
+        can_run_list=list(requests),
     )
     return SimpleNamespace(prefill_stats=PrefillStats.from_adder(adder, []))
 
@@ -52,6 +63,16 @@ def test_prompts_are_counted_as_batches_are_formed(counts: PromptCounts) -> None
     assert counts.take() == {"prompt_tokens": 1000, "cached_tokens": 400}
     batch(600, again=250)  # of a request that had been thrown out
     assert counts.take() == {"prompt_tokens": 350, "cached_tokens": 0}
+
+
+def test_questions_whether_sglang_is_well_are_no_prompts(counts: PromptCounts) -> None:
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    probe = request(f"{HEALTH_CHECK_RID_PREFIX}_1734.5", 1)
+    batch(1, requests=[probe])
+    assert not counts.take().get("prompt_tokens")
+    batch(601, requests=[request(), probe])
+    assert counts.take()["prompt_tokens"] == 600
 
 
 def test_batches_are_timed_when_they_have_run(

@@ -19,6 +19,10 @@ __all__ = ["install", "prompts"]
 _log = logging.getLogger("lifeboat_cache")
 _MARK = "_lifeboat_prompts"
 
+#: What the ids of requests begin with that are no prompts of anybody; its own metrics leave
+#: them out, too.
+_HEALTH = "HEALTH_CHECK"
+
 #: Of this process.
 prompts = PromptCounts()
 
@@ -42,10 +46,10 @@ def _watch_batches(stats: Any) -> None:
     original = stats.from_adder.__func__
 
     @functools.wraps(original)
-    def from_adder(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(cls, *args, **kwargs)
+    def from_adder(cls: Any, adder: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(cls, adder, *args, **kwargs)
         try:
-            _formed(found)
+            _formed(found, _probed(adder))
         except Exception:  # counts matter less than the engine
             _log.debug("LifeboatCache: a prefill was not counted", exc_info=True)
         return found
@@ -70,13 +74,22 @@ def _watch_results(processor: Any) -> None:
     processor.process_batch_result_prefill = process
 
 
-def _formed(stats: Any) -> None:
+def _probed(adder: Any) -> int:
+    """Tokens of a batch that SGLang asks itself for, whenever somebody asks whether it is well."""
+    return sum(
+        len(request.origin_input_ids)
+        for request in adder.can_run_list
+        if str(request.rid).startswith(_HEALTH)
+    )
+
+
+def _formed(stats: Any, probed: int) -> None:
     """A batch has been formed: the first part of a prompt counts what caches had of it."""
     stats.lifeboat_began = time.monotonic()
     # What was computed before and thrown away again is no prompt.
     computed = stats.log_input_tokens - stats.reprocessed_log_input_tokens
     cached = stats.log_device_hit_tokens + stats.log_host_hit_tokens + stats.log_storage_hit_tokens
-    prompts.asked(computed + cached, cached)
+    prompts.asked(max(0, computed + cached - probed), cached)
 
 
 def _ran(stats: Any) -> None:
