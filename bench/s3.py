@@ -41,6 +41,7 @@ from lifeboat_cache.codecs.layout import KVLayout
 from lifeboat_cache.codecs.policy import CodecPolicy
 from lifeboat_cache.config.paths import home_directory
 from lifeboat_cache.config.schema import Config, Tier
+from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.interface import BlockBatch, BlockBuffers, Namespace, Outcome
 from lifeboat_cache.janitor import JanitorPolicy
 from lifeboat_cache.mover.places import target_key
@@ -135,7 +136,8 @@ class Bucket:
             (key, first, min(size, first + _RANGE))
             for key, size in self.segments().items()
             if key.startswith(_namespace("raw").directory)
-            for first in range(0, size, _RANGE)
+            # The same bytes: what lies behind the header.
+            for first in range(HEADER_BYTES, size, _RANGE)
         ]
 
         def read(one: tuple[str, int, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from s3_proxy import Fault, S3Proxy, s3_proxy
 from s3_server import S3Server
 
+from lifeboat_cache import kernels
 from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.errors import TargetError
 from lifeboat_cache.janitor import Janitor, Selection
@@ -161,6 +163,52 @@ def test_much_is_read_with_large_requests(node: MakeNode, proxy: S3Proxy) -> Non
     # 2.5 MiB in parts of 2 MiB as long as there are connections, and at once after that.
     asked = [one for one in proxy.asked if "segments/" in one.path]
     assert 40 <= len(asked) < 2 * 40
+
+
+@pytest.mark.parametrize("order", ["in order", "mixed", "in small pieces"])
+def test_what_needs_no_decoding_goes_straight_to_its_memory_and_is_verified_there(
+    node: MakeNode, proxy: S3Proxy, kernel_home: Path, order: str
+) -> None:
+    assert kernels.load(kernel_home)
+    a = node("a")
+    a.keep()
+    a.upload()
+    numbers = list(range(BLOCKS))
+    if order == "mixed":
+        random.Random(5).shuffle(numbers)
+    # Where each half of each block goes.
+    memory = np.zeros((BLOCKS, 2, SIZE // 2), dtype=np.uint8)
+    if order == "in small pieces":
+        memory = np.zeros((BLOCKS, 4, SIZE // 2), dtype=np.uint8)[:, ::2]
+    at = [memory[row, half].ctypes.data for row in range(BLOCKS) for half in (0, 1)]
+    buffers = BlockBuffers(
+        np.array(at, dtype=np.uint64),
+        np.full(2 * BLOCKS, SIZE // 2, dtype=np.uint64),
+        np.arange(BLOCKS + 1) * 2,
+        memory,
+    )
+    batch = BlockBatch([KEYS[number] for number in numbers], buffers)
+
+    def load() -> list[int]:
+        memory[:] = 0
+        job = a.store.load(batch)
+        assert a.store.drain(60)
+        for row, number in enumerate(numbers):
+            if job.outcomes[row] == Outcome.OK:
+                assert memory[row].tobytes() == CONTENT[number].tobytes()
+        return list(job.outcomes.tolist())
+
+    assert load() == ALL_OK
+    assert bool(a.archive.fetcher._area._idle) is (order == "in small pieces")
+    for do in ("corrupt", "truncate"):
+        proxy.faults(Fault(do, verb="GET", match="segments/", at=-5))
+        found = load()
+        assert found != ALL_OK
+        assert (Outcome.OK in found) is (do == "corrupt")
+        proxy.faults()
+        while Outcome.UNAVAILABLE in (outcomes := load()):
+            pass
+        assert outcomes == ALL_OK
 
 
 def test_what_is_stored_later_is_found_by_those_who_run(node: MakeNode) -> None:

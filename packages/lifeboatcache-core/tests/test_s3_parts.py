@@ -233,7 +233,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up_at_the_deadline(
         url = f"http://{'bucket.example' if proxied else f'127.0.0.1:{port}'}/x"
         deadline = time.monotonic() + 0.5
         read = {
-            "a part": partial(connections.read, url, 0, memoryview(bytearray(4096)), deadline),
+            "a part": partial(connections.read, url, 0, [memoryview(bytearray(4096))], deadline),
             "an object": partial(connections.get, url, deadline),
         }
         with pytest.raises(TimeoutError):

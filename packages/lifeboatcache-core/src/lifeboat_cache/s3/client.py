@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.s3.connections import Answer, Connections
 from lifeboat_cache.s3.errors import (
     Fault,
@@ -251,17 +252,18 @@ class S3Client:
         OSError
             If the file cannot be read.
         """
-        if size <= PART_BYTES:
+        parts = _parts(size)
+        if len(parts) == 1:
             self.put(key, _read(fd, 0, size))
             return
         upload = self._call("create_multipart_upload", Key=key, **self._sse)["UploadId"]
         try:
-            parts = self._put_parts(key, upload, fd, size)
+            sent = self._put_parts(key, upload, fd, parts)
             self._call(
                 "complete_multipart_upload",
                 Key=key,
                 UploadId=upload,
-                MultipartUpload={"Parts": parts},
+                MultipartUpload={"Parts": sent},
             )
         except BaseException:
             # What was sent costs money as long as it is there.
@@ -269,15 +271,17 @@ class S3Client:
                 self._call("abort_multipart_upload", Key=key, UploadId=upload)
             raise
 
-    def _put_parts(self, key: str, upload: str, fd: int, size: int) -> list[dict[str, Any]]:
+    def _put_parts(
+        self, key: str, upload: str, fd: int, parts: Sequence[tuple[int, int]]
+    ) -> list[dict[str, Any]]:
         failed = threading.Event()
 
         def put(number: int) -> dict[str, Any]:
             if failed.is_set():
                 raise unreachable(self.where, "another part failed")
-            first = number * PART_BYTES
+            first, last = parts[number]
             try:
-                data = _read(fd, first, min(PART_BYTES, size - first))
+                data = _read(fd, first, last - first)
                 answer = self._call(
                     "upload_part",
                     Key=key,
@@ -292,7 +296,7 @@ class S3Client:
             return {"PartNumber": number + 1, "ETag": answer["ETag"]}
 
         with ThreadPoolExecutor(_PARALLEL_PARTS, thread_name_prefix="s3 part") as pool:
-            return list(pool.map(put, range(-(-size // PART_BYTES))))
+            return list(pool.map(put, range(len(parts))))
 
     def forget_uploads(self, prefix: str, older_s: float, ours: Callable[[str], bool]) -> int:
         """Give up uploads in parts that somebody began so long ago and never ended.
@@ -351,7 +355,13 @@ class S3Client:
         self.traffic.received(len(answer.body))
         return answer.body, answer.tag
 
-    def read(self, key: str, offset: int, into: memoryview, deadline: float | None = None) -> None:
+    def read(
+        self,
+        key: str,
+        offset: int,
+        into: memoryview | Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> None:
         """Read a part of an object into memory, all of ``into``.
 
         Parameters
@@ -359,7 +369,7 @@ class S3Client:
         key, offset
             The object, and where the part begins.
         into
-            Writable bytes. They may hold anything if this raises.
+            Writable bytes, in one or several pieces. They may hold anything if this raises.
         deadline
             When to give up, by ``time.monotonic``.
 
@@ -368,8 +378,9 @@ class S3Client:
         S3Error
             If not all bytes have come.
         """
-        self._again(partial(self._read_once, key, offset, into), deadline)
-        self.traffic.received(into.nbytes)
+        pieces = [into] if isinstance(into, memoryview) else into
+        self._again(partial(self._read_once, key, offset, pieces), deadline)
+        self.traffic.received(sum(piece.nbytes for piece in pieces))
 
     def _again(self, ask: Callable[[float | None, bool], Answer], deadline: float | None) -> Answer:
         """Ask, and ask again where that may help. Raises :class:`S3Error`."""
@@ -404,15 +415,22 @@ class S3Client:
         )
 
     def _read_once(
-        self, key: str, offset: int, into: memoryview, deadline: float | None, fresh: bool
+        self,
+        key: str,
+        offset: int,
+        into: Sequence[memoryview],
+        deadline: float | None,
+        fresh: bool,
     ) -> Answer:
-        wanted = f"bytes={offset}-{offset + into.nbytes - 1}"
-
         def through_boto() -> Answer:
-            answer = self._boto_get(key, Range=wanted)
-            if len(answer.body) != into.nbytes:
+            size = sum(piece.nbytes for piece in into)
+            answer = self._boto_get(key, Range=f"bytes={offset}-{offset + size - 1}")
+            if len(answer.body) != size:
                 raise unreachable(self.where, "a body of another length than asked for")
-            into[:] = answer.body
+            at = 0
+            for piece in into:
+                piece[:] = answer.body[at : at + piece.nbytes]
+                at += piece.nbytes
             return answer
 
         return self._ask(
@@ -587,6 +605,16 @@ def _make_boto(
         return client, None
     bundle = session._session.get_config_variable("ca_bundle") or get_cert_path(True)
     return client, ssl.create_default_context(cafile=bundle)
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    """Where the parts of an object begin and end.
+
+    All but the first begin where blocks may begin, behind a segment's header: servers read ranges
+    faster that do not cross what was sent together.
+    """
+    firsts = [0, *range(HEADER_BYTES + PART_BYTES, size, PART_BYTES)]
+    return list(zip(firsts, [*firsts[1:], size], strict=True))
 
 
 def _md5(data: bytes) -> str:

@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,16 +140,17 @@ class Connections:
         self._closed = False
 
     def read(
-        self, url: str, offset: int, into: memoryview, deadline: float | None = None
+        self, url: str, offset: int, into: Sequence[memoryview], deadline: float | None = None
     ) -> Answer:
-        """Read a part of an object, all of ``into``.
+        """Read a part of an object, all of ``into``, one piece after the other.
 
         Raises
         ------
         OSError, http.client.HTTPException
             If there was no answer, or not all of it.
         """
-        wanted = {"Range": f"bytes={offset}-{offset + into.nbytes - 1}"}
+        end = offset + sum(piece.nbytes for piece in into)
+        wanted = {"Range": f"bytes={offset}-{end - 1}"}
         return self._ask(url, wanted, partial(_take_part, offset, into), deadline)
 
     def get(self, url: str, deadline: float | None = None) -> Answer:
@@ -264,10 +265,10 @@ class Connections:
 
 
 def _take_part(
-    offset: int, into: memoryview, response: http.client.HTTPResponse, date: str
+    offset: int, into: Sequence[memoryview], response: http.client.HTTPResponse, date: str
 ) -> Answer:
     """Read the body of an answer to a range, all of it, to where it belongs."""
-    size = into.nbytes
+    size = sum(piece.nbytes for piece in into)
     if response.status == 200:  # all of an object is not what was asked for
         raise InterruptedBodyError("the server does not know ranges")
     said = response.headers.get("Content-Range", "")
@@ -278,11 +279,14 @@ def _take_part(
     if response.length not in (None, size):
         raise InterruptedBodyError("a body of another length than asked for")
     done = 0
-    while done < size:
-        count = response.readinto(into[done:])
-        if not count:
-            raise InterruptedBodyError(f"the body ends after {done} of {size} bytes")
-        done += count
+    for piece in into:
+        here = 0
+        while here < piece.nbytes:
+            count = response.readinto(piece[here:])
+            if not count:
+                raise InterruptedBodyError(f"the body ends after {done} of {size} bytes")
+            here += count
+            done += count
     response.read(1)  # its end
     return Answer(206, b"", date)
 

@@ -2,9 +2,10 @@
 
 What a load reads from the bucket is cut into ranges: neighbouring records are one range, also
 with a little unused space between them, and large ranges are several requests. A small load is
-spread over several connections, for time counts; of much that waits, requests are large. They are
-read in parallel into memory that looks like a file; then the load goes on as one from a disk
-does, and verifies and decodes from there.
+spread over several connections, for time counts; the more is under way, the larger are requests,
+for each costs the server as much as some MiB. They are read in parallel into memory that looks
+like a file; then the load goes on as one from a disk does, and verifies and decodes from there.
+What needs no decoding goes straight to the caller's memory (:mod:`lifeboat_cache.s3.straight`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lifeboat_cache.s3.client import S3Client
 from lifeboat_cache.s3.errors import Fault, S3Error
 from lifeboat_cache.s3.health import Health
 from lifeboat_cache.s3.landing import Landing, LandingArea
+from lifeboat_cache.s3.straight import cut_views, verify, views_of
 from lifeboat_cache.store.io_task import IoTask
 from lifeboat_cache.store.workers import WorkerPool
 from lifeboat_cache.targets.direct import ALIGNMENT
@@ -38,8 +40,14 @@ _Then = Callable[[list[IoTask]], None]
 #: Requests that are under way at the same time.
 _PARALLEL = 16
 
-#: One request reads so much at most.
+#: One request reads about so much.
 _RANGE_BYTES = 8 << 20
+
+#: While fewer requests are under way (first), one asks for about so much (second), if more waits.
+_SPREAD = ((4, 2 << 20), (8, 4 << 20))
+
+#: So many times that much is no more than it.
+_ABOUT = 1.25
 
 #: So much unused space between two records is read rather than asked around.
 _GAP_BYTES = 512 << 10
@@ -70,6 +78,7 @@ class _Range:
     end: int
     runs: list[tuple[IoTask, int]]
     at: int = 0  # where it begins in the landing
+    views: list[memoryview] = field(default_factory=list)  # or in the caller's memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +99,7 @@ class _Group:
     Attributes
     ----------
     landing
-        Where to.
+        Where to; ``None``: straight to the caller's memory.
     ready, failed
         See :meth:`Fetcher.fetch`.
     left
@@ -102,7 +111,7 @@ class _Group:
     """
 
     tasks: list[IoTask]
-    landing: Landing
+    landing: Landing | None
     ready: _Then
     failed: _Then
     left: int = 0
@@ -150,7 +159,8 @@ class Fetcher:
         ready
             Called with tasks that can be run now.
         failed
-            Called with tasks of which nothing was read; their outcomes are filled in.
+            Called with tasks that are over: nothing of them was read, or all of it has been
+            verified. Their outcomes are filled in.
         """
         deadline = time.monotonic() + self.timeout_s
         for task in tasks:
@@ -163,8 +173,8 @@ class Fetcher:
     def _go_on(self) -> None:
         """Start what waits, as far as there is memory; give up what has waited too long.
 
-        To be called whenever something waits or memory has become free. While anything
-        waits something is under way, and that ends before long.
+        To be called whenever something waits, has been read, or memory has become free. While
+        anything waits something is under way, and that ends before long.
         """
         while True:
             with self._lock:
@@ -180,11 +190,13 @@ class Fetcher:
 
     def _next(self) -> list[_Wait] | None:
         """What to start now; under the lock."""
-        if not self._waiting or not self._area.free:
+        if not self._waiting or not self._area.free or self._under_way >= _PARALLEL:
             return None
+        most = next((size for count, size in _SPREAD if self._under_way < count), _RANGE_BYTES)
+        if most == _RANGE_BYTES and not self._much_waits():
+            return None  # with what comes until one of many requests is done, it is a large one
         group = [self._waiting.popleft()]
-        # What has to wait for its turn anyway is asked for with few large requests.
-        room = _RANGE_BYTES - _bytes_of(group[0].task) if self._under_way >= _PARALLEL else 0
+        room = _ABOUT * most - _bytes_of(group[0].task)
         while self._waiting:
             other = self._waiting[0]
             if other.ready != group[0].ready or _bytes_of(other.task) > room:
@@ -192,6 +204,15 @@ class Fetcher:
             room -= _bytes_of(other.task)
             group.append(self._waiting.popleft())
         return group
+
+    def _much_waits(self) -> bool:
+        """Whether what waits is worth a large request; under the lock."""
+        total = 0
+        for one in self._waiting:
+            total += _bytes_of(one.task)
+            if total >= _RANGE_BYTES:
+                return True
+        return False
 
     def _started(self, waited: list[_Wait]) -> bool:
         try:
@@ -204,20 +225,23 @@ class Fetcher:
         tasks, sources = [one.task for one in waited], waited[0].sources
         deadline, ready, failed = waited[0].deadline, waited[0].ready, waited[0].failed
         ranges = _ranges(tasks, sources)
-        size = 0
-        for one in ranges:
-            one.at = size
-            size += -(-(one.end - one.begin) // ALIGNMENT) * ALIGNMENT
-        try:
-            landing = self._area.take(size)
-        except OSError as exc:  # no memory, or no descriptors
-            _log.warning("LifeboatCache: no memory for a load from a bucket: %s", exc)
-            return False
+        landing: Landing | None = None
+        if not _lead_straight(ranges):
+            size = 0
+            for one in ranges:
+                one.at = size
+                size += -(-(one.end - one.begin) // ALIGNMENT) * ALIGNMENT
+            try:
+                landing = self._area.take(size)
+            except OSError as exc:  # no memory, or no descriptors
+                _log.warning("LifeboatCache: no memory for a load from a bucket: %s", exc)
+                return False
         group = _Group(tasks, landing, ready, failed, users=len(tasks))
         try:
             pieces = self._pieces(group, ranges, deadline)
         except BaseException:
-            self._area.give_back(landing)
+            if landing is not None:
+                self._area.give_back(landing)
             raise
         group.left = len(pieces)
         for task in tasks:
@@ -237,21 +261,26 @@ class Fetcher:
         """Requests for ranges, whose runs are led to the landing."""
         pieces: list[Callable[[], None]] = []
         for one in ranges:
-            _move(one, group.landing.fd)
-            for first in range(one.begin, one.end, _RANGE_BYTES):
-                last = min(one.end, first + _RANGE_BYTES)
+            if group.landing is not None:
+                _move(one, group.landing.fd)
+            size = one.end - one.begin
+            step = size if size <= _ABOUT * _RANGE_BYTES else _RANGE_BYTES
+            for first in range(one.begin, one.end, step):
+                last = min(one.end, first + step)
                 pieces.append(partial(self._piece, group, one, first, last, deadline))
         # Segments that went while their loads waited.
+        found = {(id(task), run) for one in ranges for task, run in one.runs}
         for task in group.tasks:
-            for fd, _, begin, count, *_ in task.runs.tolist():
-                if fd < -1:
+            for run, (_, _, begin, count, *_) in enumerate(task.runs.tolist()):
+                if (id(task), run) not in found:
                     group.lost.append((task, begin, begin + count, Outcome.MISSING))
         return pieces
 
     def _piece(self, group: _Group, of: _Range, first: int, last: int, deadline: float) -> None:
-        outcome = self._read(group.landing, of, first, last, deadline)
+        outcome = self._read(group, of, first, last, deadline)
         with self._lock:
             self._under_way -= 1
+        self._go_on()
         with group.lock:
             if outcome is not None:
                 for task, run in of.runs:
@@ -271,7 +300,10 @@ class Fetcher:
             for whose, begin, end, _ in group.lost:
                 if whose is task:
                     lost[begin:end] = True
-            (gone if lost.all() else there).append(task)
+            if group.landing is None and not lost.all():
+                _verify(task)
+            over = group.landing is None or lost.all()
+            (gone if over else there).append(task)
         for task in gone:
             self.settle(task)
         if gone:
@@ -280,13 +312,17 @@ class Fetcher:
             group.ready(there)
 
     def _read(
-        self, landing: Landing, of: _Range, first: int, last: int, deadline: float
+        self, group: _Group, of: _Range, first: int, last: int, deadline: float
     ) -> Outcome | None:
         """Read a part of a range; what its blocks are if that fails."""
-        at = of.at + first - of.begin
+        at, key = of.at + first - of.begin, of.source.key
         try:
-            with landing.view[at : at + last - first] as into:
-                self._client.read(of.source.key, first, into, deadline)
+            if group.landing is None:
+                into = list(cut_views(of.views, first - of.begin, last - of.begin))
+                self._client.read(key, first, into, deadline)
+            else:
+                with group.landing.view[at : at + last - first] as part:
+                    self._client.read(key, first, [part], deadline)
         except S3Error as exc:
             if exc.fault is Fault.MISSING:
                 self._health.good()
@@ -312,7 +348,7 @@ class Fetcher:
         with group.lock:
             group.users -= 1
             over = not group.users
-        if over:
+        if over and group.landing is not None:
             self._area.give_back(group.landing)
             self._go_on()
 
@@ -348,6 +384,27 @@ def _ranges(tasks: Sequence[IoTask], sources: Callable[[int], Source | None]) ->
                 found.append(_Range(source, begin, end, [(task, number)]))
             before = fd
     return found
+
+
+def _lead_straight(ranges: Sequence[_Range]) -> bool:
+    """Have ranges read to the caller's memory, if that goes for all of them."""
+    for one in ranges:
+        for task, run in one.runs:
+            views = views_of(task, run)
+            if views is None:
+                return False
+            one.views += views
+        if sum(view.nbytes for view in one.views) != one.end - one.begin:
+            return False  # there are gaps between runs
+    return bool(ranges)
+
+
+def _verify(task: IoTask) -> None:
+    try:
+        verify(task)
+    except Exception:  # a fault of ours: the blocks fail, the engine goes on
+        _log.exception("LifeboatCache: verifying what was loaded failed; please report this")
+        task.outcomes[:] = Outcome.FAILED
 
 
 def _move(of: _Range, fd: int) -> None:
