@@ -10,6 +10,11 @@ measured from the first block until the last object is in the bucket, in the pro
 uploads; the limit is boto3 putting as many bytes in objects of 32 MiB with 4 threads. All
 take turns. GB/s are of KV; with fp8 fewer bytes move, and the limit still moves all.
 
+On one machine the server, the mover and the caller share the cores, and cores are what they are
+short of, where between machines it is the network as a rule. So restoring is measured over a
+link of --gbps as well, for both sides: all they send and get passes through one process, which
+lets no more than that pass.
+
 It also says how many requests storing, restoring and an eviction take. With 256 MiB it
 needs about 3 GB of memory and 4 GB of disk in .dev/bench unless --root names another place.
 """
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import time
@@ -32,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from kv_blocks import layout_of, real_looking
 from s3_server import S3Server
+from slow_link import slow_link
 from tiers import bench_directory, say
 
 from lifeboat_cache.agent.places import AgentPlaces
@@ -119,10 +126,19 @@ class Bucket:
         self.name = server.new_bucket()
         self.place = place / self.name
         self.client = server.client(**_PLAIN)
+        self.endpoint = server.endpoint
+
+    def through(self, port: int) -> Bucket:
+        """The same bucket as it is reached through another port."""
+        other = copy.copy(self)
+        other.endpoint = f"http://127.0.0.1:{port}"
+        other.client = self.server.client(endpoint=other.endpoint, **_PLAIN)
+        other.place = self.place / str(port)
+        return other
 
     def settings(self, node: str, **options: Any) -> S3Settings:
         return S3Settings(
-            "archive", self.place / node, self.name, endpoint_url=self.server.endpoint, **options
+            "archive", self.place / node, self.name, endpoint_url=self.endpoint, **options
         )
 
     def segments(self) -> dict[str, int]:
@@ -230,7 +246,7 @@ class Node:
                 "name": "archive",
                 "type": "s3",
                 "bucket": bucket.name,
-                "endpoint_url": bucket.server.endpoint,
+                "endpoint_url": bucket.endpoint,
                 "path": str(bucket.place / f"to-{codec}"),
                 "min_free_gb": 0.0,
                 "timeout_s": 60.0,
@@ -298,12 +314,14 @@ def _eviction(bucket: Bucket) -> dict[str, int]:
         archive.close()
 
 
-def measure(report: Report, server: S3Server, place: Path, *, total: int, rounds: int) -> None:
+def measure(
+    report: Report, server: S3Server, place: Path, *, total: int, rounds: int, gbps: float
+) -> None:
     """Measure and report."""
     size = layout_of(_LAYERS, _DIM, "bfloat16", heads=_HEADS).nbytes
     blocks = Blocks(max(_JOB, total // size))
     case = f"{blocks.count} blocks of {size >> 10} KiB"
-    samples: dict[str, Samples] = {"store": defaultdict(list), "restore": defaultdict(list)}
+    samples: Samples = defaultdict(list)
     requests: dict[str, int] = {}
 
     def store(turn: int) -> None:
@@ -314,42 +332,24 @@ def measure(report: Report, server: S3Server, place: Path, *, total: int, rounds
             ("fp8", lambda: upload(bucket, "fp8", blocks)[0]),
         ]
         for name, run in rotated(plans, turn):
-            samples["store"][name].append(run())
+            samples[name].append(run())
         bucket.drop()
 
     store(0)
-    samples["store"].clear()
+    samples.clear()
     for turn in range(rounds):
         store(turn)
     for name in ("raw", "fp8"):
-        limit = (_PLAIN_PUTS, samples["store"]["plain"])
-        report.add(
-            compare(_BENCH, f"{name}, {case}", "store", "GB/s", samples["store"][name], limit=limit)
-        )
+        limit = (_PLAIN_PUTS, samples["plain"])
+        report.add(compare(_BENCH, f"{name}, {case}", "store", "GB/s", samples[name], limit=limit))
     _add_requests(report, f"raw, {case}", "PUTs to store", requests["put"], blocks.count, rounds)
 
     bucket = Bucket(server, place)
-    with contextlib.ExitStack() as stack:
-        nodes = {}
-        for name in ("raw", "fp8"):
-            upload(bucket, name, blocks)
-            nodes[name] = Node(bucket, name, blocks)
-            stack.callback(nodes[name].close)
-            nodes[name].restore(check=True)
-        plans: list[tuple[str, Callable[[], float]]] = [
-            ("plain", lambda: bucket.read_plainly(blocks.nbytes)),
-            ("raw", nodes["raw"].restore),
-            ("fp8", nodes["fp8"].restore),
-        ]
-        for turn in range(rounds):
-            for name, run in rotated(plans, turn):
-                samples["restore"][name].append(run())
     for name in ("raw", "fp8"):
-        limit = (_PLAIN_GETS, samples["restore"]["plain"])
-        row = compare(
-            _BENCH, f"{name}, {case}", "restore", "GB/s", samples["restore"][name], limit=limit
-        )
-        report.add(row)
+        upload(bucket, name, blocks)
+    _restore(report, bucket, blocks, case, rounds)
+    with slow_link(server.port, gbps * 1e9 / 8) as port:
+        _restore(report, bucket.through(port), blocks, f"{case}, {gbps:g} Gbit/s", rounds)
     gets = _gets(bucket, blocks)
     _add_requests(report, f"raw, {case}", "GETs to restore", gets, blocks.count, rounds)
     bucket.drop()
@@ -362,6 +362,30 @@ def measure(report: Report, server: S3Server, place: Path, *, total: int, rounds
         values = [float(evicted.get(verb, 0))] * rounds
         report.add(compare(_BENCH, "eviction of half", f"{verb} requests", "requests", values))
     bucket.drop()
+
+
+def _restore(report: Report, bucket: Bucket, blocks: Blocks, case: str, rounds: int) -> None:
+    """Measure restoring what is in a bucket."""
+    samples: Samples = defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        nodes = {}
+        for name in ("raw", "fp8"):
+            nodes[name] = Node(bucket, name, blocks)
+            stack.callback(nodes[name].close)
+            nodes[name].restore(check=True)
+        plans: list[tuple[str, Callable[[], float]]] = [
+            ("plain", lambda: bucket.read_plainly(blocks.nbytes)),
+            ("raw", nodes["raw"].restore),
+            ("fp8", nodes["fp8"].restore),
+        ]
+        for turn in range(rounds):
+            for name, run in rotated(plans, turn):
+                samples[name].append(run())
+    for name in ("raw", "fp8"):
+        limit = (_PLAIN_GETS, samples["plain"])
+        report.add(
+            compare(_BENCH, f"{name}, {case}", "restore", "GB/s", samples[name], limit=limit)
+        )
 
 
 def _add_requests(
@@ -399,6 +423,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--rounds", type=int, default=LEAST_PAIRS)
     parser.add_argument("--mib", type=int, default=256, help="MiB of KV that each round moves")
+    parser.add_argument("--gbps", type=float, default=2.0, help="bandwidth of the link")
     parser.add_argument("--root", type=Path, help="where to put the files on disk")
     parser.add_argument(
         "--no-compile", action="store_true", help="do not compile kernels that are not there"
@@ -414,7 +439,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         S3Server(place / "server") as server,
     ):
         os.environ.update(server.environment())
-        measure(report, server, place, total=arguments.mib << 20, rounds=arguments.rounds)
+        measure(
+            report,
+            server,
+            place,
+            total=arguments.mib << 20,
+            rounds=arguments.rounds,
+            gbps=arguments.gbps,
+        )
     machine_use("after")
     report.close()
 
