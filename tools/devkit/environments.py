@@ -36,8 +36,9 @@ class Pip:
 
     def apply(self, python: Path) -> None:
         """Run pip in the environment of ``python``."""
+        # What a recipe leaves out of an engine's requirements is meant, and no error to be shown.
         run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check",
-             "--no-input", *self.arguments])  # fmt: skip
+             "--no-warn-conflicts", "--no-input", *self.arguments])  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
