@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -416,3 +417,27 @@ def test_a_store_that_must_be_exact_does_not_see_what_is_not(
     again = make_store(layouts=[layout], policy=policy)
     assert _run(again.load, BlockBatch(keys, _rows(out), layout.tag)) == [Outcome.OK] * 4
     assert np.array_equal(out, payloads)
+
+
+@pytest.mark.parametrize("codec", [RAW, FP8])
+def test_what_a_codec_makes_small_is_read_by_as_many_tasks(
+    make_store: Callable[..., BlockStore], monkeypatch: pytest.MonkeyPatch, codec: int
+) -> None:
+    layout = _layout(layers=4, pages=4, tokens=16)  # 128 KiB
+    store = make_store(codec, layouts=[layout])
+    payloads = _payloads(layout, 64)
+    keys = _keys(64)
+    batch = BlockBatch(keys, _rows(payloads), layout.tag)
+    assert _run(store.store, batch) == [Outcome.OK] * 64
+    monkeypatch.setattr("lifeboat_cache.store.load_plan._LEAST_READ_BYTES", 1 << 16)
+    submit = store._executor.submit
+    tasks: list[Any] = []
+
+    def submitted(some: Sequence[Any]) -> None:
+        tasks.extend(some)
+        submit(some)
+
+    monkeypatch.setattr(store._executor, "submit", submitted)
+    back = np.zeros_like(payloads)
+    assert _run(store.load, BlockBatch(keys, _rows(back), layout.tag)) == [Outcome.OK] * 64
+    assert len(tasks) in (3, 4)  # 8 MiB by three threads

@@ -6,12 +6,16 @@ for in its own way (:mod:`lifeboat_cache.darwin`) where it is needed.
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import time
 from typing import Literal
 
-__all__ = ["DARWIN", "advise", "boot_seconds", "name_process", "usable_cpus"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DARWIN", "advise", "boot_seconds", "io_memory", "name_process", "usable_cpus"]
 
 #: Whether this is macOS.
 DARWIN = sys.platform == "darwin"
@@ -38,6 +42,34 @@ def advise(fd: int, advice: _Advice, offset: int = 0, length: int = 0) -> None:
         tell(fd, offset, length, getattr(os, f"POSIX_FADV_{advice.upper()}"))
     except OSError:
         pass  # advice only
+
+
+def io_memory(size: int) -> npt.NDArray[np.uint8]:
+    """Memory of this process's own that a device reads into and writes from.
+
+    It lies in huge pages where the system gives any: scattered small ones cut what is asked of
+    a device into many requests, which has cost a virtual disk a quarter of its speed.
+
+    Parameters
+    ----------
+    size
+        In bytes.
+
+    Returns
+    -------
+    uint8 ``(size,)``
+        On a page boundary, zeros. A forked child does not have it.
+    """
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A child that shared it would have every page copied that is written to meanwhile.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        number = getattr(mmap, advice, None)
+        if number is not None:
+            try:
+                pages.madvise(number)
+            except OSError:
+                pass  # advice only: a kernel without huge pages
+    return np.frombuffer(pages, dtype=np.uint8)
 
 
 def usable_cpus() -> int:

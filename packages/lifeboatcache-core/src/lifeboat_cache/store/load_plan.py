@@ -36,6 +36,10 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
 _UNUSABLE, _LATER = -1, -2
 
 
+#: A task reads so many bytes, if there are as many.
+_LEAST_READ_BYTES = 1 << 20
+
+
 @dataclass(frozen=True)
 class Places:
     """Which records a load task reads, one row per block of the task."""
@@ -108,8 +112,15 @@ class LoadPlan:
         self._wanted, self._which = wanted[usable], which[usable]
 
     def tasks(self, part_bytes: int) -> Iterator[list[IoTask]]:
-        """Reads, some at a time; ``task.detail`` holds the :class:`Places` of its blocks."""
+        """Reads, some at a time; ``task.detail`` holds the :class:`Places` of its blocks.
+
+        ``part_bytes``: of the caller's memory that a task fills, about.
+        """
         lengths = self._found.stored_length[self._wanted].astype(np.int64)
+        size = int(self._found.raw_length[self._wanted].sum(dtype=np.int64))
+        # What a codec has made small is cut finer, or some threads would have nothing to do.
+        share = int(lengths.sum()) / size if size else 1.0
+        part_bytes = min(part_bytes, max(int(part_bytes * share), _LEAST_READ_BYTES))
         for first, last in slices(lengths):
             wanted, which = self._wanted[first:last], self._which[first:last]
             algorithms, codecs = self._found.algorithm[wanted], self._found.codec[wanted]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import mmap
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from lifeboat_cache.kernels import io_layout as layout
 from lifeboat_cache.kernels.codec_layout import SCRATCH_BYTES as CODER_BYTES
 from lifeboat_cache.store.io_task import IoTask
-from lifeboat_cache.system import DARWIN, usable_cpus
+from lifeboat_cache.system import DARWIN, io_memory, usable_cpus
 
 __all__ = ["NativePool"]
 
@@ -139,7 +138,7 @@ class NativePool:
         for number in range(count):
             # The coders' working memory lies behind the buffer.
             both = layout.SCRATCH_BYTES + CODER_BYTES
-            scratch = np.frombuffer(mmap.mmap(-1, both), dtype=np.uint8)
+            scratch = io_memory(both)
             context = np.zeros(layout.THREAD_WORDS, dtype=np.int64)
             context[layout.THREAD_LOADS : layout.THREAD_LOADS + 2] = self._from
             context[layout.THREAD_LOADS_DONE : layout.THREAD_LOADS_DONE + 2] = self._done

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.store.io_task import IoTask
+from lifeboat_cache.system import io_memory
 
 __all__ = ["Staging", "StagingArea"]
 
@@ -94,7 +95,7 @@ class StagingArea:
             found = min(fitting, key=lambda kept: kept.nbytes)
             self._kept = [kept for kept in self._kept if kept is not found]
             return found
-        return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+        return io_memory(size)
 
 
 def _bytes_of(task: IoTask) -> int:
