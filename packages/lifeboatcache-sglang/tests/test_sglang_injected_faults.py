@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sglang_rig import Case, Restored, Rig
 
-from lifeboat_cache.integrations import sglang_moves
+from lifeboat_cache.integrations import sglang_windows
 from lifeboat_cache.integrations.sglang_moves import Mover, Pages
 from lifeboat_cache.interface import (
     BlockBuffers,
@@ -89,7 +89,7 @@ def block_store(tmp_path: Path) -> BlockStore:
 def test_a_call_ends_when_its_time_is_up_and_is_counted(
     block_store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_moves, "WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(sglang_windows, "WINDOW_BYTES", 1 << 20)
     mover = Mover(call_s=0.3)
     buffers = [bytearray([number]) * (1 << 19) for number in range(40)]
     original = block_store.store
@@ -116,7 +116,7 @@ def test_a_call_ends_when_its_time_is_up_and_is_counted(
 def test_a_load_does_not_go_on_behind_a_page_that_is_missing(
     block_store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_moves, "WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(sglang_windows, "WINDOW_BYTES", 1 << 20)
     mover = Mover()
     buffers = [bytearray([number]) * (1 << 19) for number in range(40)]
     assert mover.store(block_store, _pages(buffers[:7])).all()

@@ -34,6 +34,7 @@ from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.engines.guard import guarded
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations import (
+    sglang_ahead,
     sglang_epoch,
     sglang_exit,
     sglang_lora,
@@ -47,6 +48,7 @@ from lifeboat_cache.integrations.sglang_pools import PoolPages, describe_pool
 from lifeboat_cache.integrations.sglang_prefixes import Hits, longest_run, trailing_hits
 from lifeboat_cache.integrations.sglang_published import Published, storage_metrics
 from lifeboat_cache.integrations.sglang_settings import SettingsError, read_settings
+from lifeboat_cache.integrations.sglang_windows import Kind
 from lifeboat_cache.interface import (
     BlockBuffers,
     Lookup,
@@ -98,6 +100,8 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         self._given = dict(kwargs or {})
         self._pools: dict[str, _Pool] = {}
         self._mover = Mover()
+        #: What the controller's functions tell of their operations (``sglang_ahead``).
+        self.lifeboat_operations = sglang_ahead.Operations()
         self._published = self._new_published()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -144,6 +148,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             self._follow_engine()
             salt = settings.security.namespace_salt.get_secret_value()
             self._store = self._open(partial(self._identify, salt))
+        sglang_ahead.install()
         sglang_exit.at_exit(self)
 
     def _follow_engine(self) -> None:
@@ -422,6 +427,9 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             pages = pool.pages.starts(indices, len(hashes))
             if not pool.pages.page_bytes:
                 return [True] * len(hashes)
+            ahead = self._ahead("load", store, pool, hashes, pages)
+            if ahead is not None:
+                return self._loaded(ahead[0].store, pool, ahead[1])
             return self._load(store, pool, hashes, pool.pages.buffers(pages))
         except Exception:
             _log.exception("LifeboatCache: pages were not loaded; please report this")
@@ -441,15 +449,52 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             pages = pool.pages.starts(indices, len(hashes))
             if not pool.pages.page_bytes:
                 return [True] * len(hashes)
+            ahead = self._ahead("store", store, pool, hashes, pages)
+            if ahead is not None:
+                found: list[bool] = ahead[1].tolist()
+                return found
             return self._keep(store, pool, hashes, pool.pages.buffers(pages), extra_info)
         except Exception:
             _log.exception("LifeboatCache: pages were not stored; please report this")
             return [False] * len(hashes)
 
+    def _ahead(
+        self, kind: Kind, store: Store, pool: _Pool, hashes: list[str], pages: Any
+    ) -> tuple[sglang_ahead.Ahead, npt.NDArray[np.bool_]] | None:
+        """What a call of an operation asks for, if the operation's pages are moved ahead."""
+        if pool.pages.name != _KV:
+            return None
+
+        def begin(operation: Any, step: int) -> sglang_ahead.Ahead | None:
+            every = list(operation.hash_value or ())
+            if len(every) <= step:
+                return None  # there are no others
+            try:
+                numbers = pool.pages.starts(operation.host_indices, len(every))
+            except ValueError:
+                return None  # a call for those that are wrong says so
+            prefix = operation.prefix_keys
+
+            def pages_of(first: int, last: int) -> Pages:
+                # As SGLang would say it of a call for these: all that lies before them.
+                before = None if prefix is None else len(prefix) + first
+                parent = every[first - 1] if first else (prefix[-1] if prefix else None)
+                buffers = pool.pages.buffers(numbers[first:last])
+                return self._pages(pool, every[first:last], buffers, before, parent)
+
+            return sglang_ahead.Ahead(
+                self._mover, kind, store, every, numbers, pool.pages.page_bytes, step, pages_of
+            )
+
+        return self.lifeboat_operations.take(hashes, pages, begin)
+
     def _load(
         self, store: Store, pool: _Pool, hashes: list[str], buffers: BlockBuffers
     ) -> list[bool]:
         done = self._mover.load(store, self._pages(pool, hashes, buffers))
+        return self._loaded(store, pool, done)
+
+    def _loaded(self, store: Store, pool: _Pool, done: npt.NDArray[np.bool_]) -> list[bool]:
         if store is not self._store:
             done[:] = False  # weights have changed while it was read
         if pool.pages.name == _KV:
@@ -466,7 +511,14 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         before = getattr(extra_info, "prefix_keys", None)
-        done = self._mover.store(store, self._pages(pool, hashes, buffers, before))
+        pages = self._pages(
+            pool,
+            hashes,
+            buffers,
+            None if before is None else len(before),
+            before[-1] if before else None,
+        )
+        done = self._mover.store(store, pages)
         found: list[bool] = done.tolist()
         return found
 
@@ -475,8 +527,10 @@ class LifeboatHiCacheStorage(HiCacheStorage):
         pool: _Pool,
         hashes: list[str],
         buffers: BlockBuffers,
-        before: Sequence[str] | None = None,
+        before: int | None = None,
+        parent: str | None = None,
     ) -> Pages:
+        """Pages as they are moved, with how many lie before them and the last one of those."""
         kv = self._pools.get(_KV)
         tokens = kv.pages.tokens if kv is not None else pool.pages.tokens
         return Pages(
@@ -485,9 +539,9 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             buffers,
             layout=pool.pages.layout.tag,
             group=pool.keys.group,
-            depth=-1 if before is None else len(before) * tokens,
+            depth=-1 if before is None else before * tokens,
             tokens=tokens,
-            parent=tag(before[-1].encode()) if before else 0,
+            parent=0 if before is None or parent is None else tag(parent.encode()),
         )
 
     # The copying interface ----------------------------------------------------

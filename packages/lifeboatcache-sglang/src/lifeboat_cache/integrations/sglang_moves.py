@@ -3,8 +3,9 @@
 SGLang wants an answer from the call itself, and a call must not take ten seconds: a
 flush, a reset or a detach fails when its threads do not end within that time. Memory
 that a system call may still touch must not be given back before, so a call cannot be
-abandoned. It is cut into windows instead: each is small enough for a disk that works,
-and when the time is up no further one is started. What was not started is a miss.
+abandoned. It is cut into windows instead (:mod:`lifeboat_cache.integrations.sglang_windows`):
+each is small enough for a disk that works, and when the time is up no further one is
+started. What was not started is a miss.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.integrations.sglang_keys import families
-from lifeboat_cache.interface import BlockBatch, BlockBuffers, Job, Outcome, State, Store
+from lifeboat_cache.integrations.sglang_windows import Kind, Windows, cut
+from lifeboat_cache.interface import BlockBatch, BlockBuffers, Outcome, State, Store
 
 __all__ = ["Mover", "Moves", "Pages"]
 
@@ -30,12 +31,6 @@ _log = logging.getLogger("lifeboat_cache")
 
 #: No window is started when a call has taken this long, in seconds.
 CALL_S = 5.0
-
-#: Bytes of a window, about, and how many are under way at a time. A window is planned in one
-#: go, so that those under way are read in the order of their places, and there are enough of
-#: them to keep the disk busy while the oldest is waited for.
-WINDOW_BYTES = 48 << 20
-_WINDOWS = 4
 
 #: Stores that failed are tried again so often, each time after this many seconds.
 _RETRIES, _RETRY_S = 2, 0.05
@@ -45,8 +40,6 @@ _SAY_AGAIN_S = 600.0
 
 #: A pause may mend these: too much is queued, or the system reported an error.
 _PASSING = (int(Outcome.BUSY), int(Outcome.FAILED))
-
-_Kind = Literal["store", "load"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,7 @@ class Moves:
         }
         self._cut_short = 0
 
-    def add(self, kind: _Kind, pages: int, size: int, seconds: float) -> None:
+    def add(self, kind: Kind, pages: int, size: int, seconds: float) -> None:
         """Count a call: pages and bytes that it has moved, and how long it took."""
         if not pages:
             return
@@ -169,86 +162,85 @@ class Mover:
 
     def store(self, store: Store, pages: Pages) -> npt.NDArray[np.bool_]:
         """Store pages; bool ``(n,)``, which of them are stored now, or were before."""
-        deadline = time.monotonic() + self._call_s
+        return self._move("store", store, pages)
+
+    def _opened(self, store: Store, deadline: float) -> bool:
+        """Wait until a store is open: what it is given before it would keep until then."""
         while store.state is State.OPENING and time.monotonic() < deadline:
-            time.sleep(0.005)  # what it is given now it would keep until it is open
+            time.sleep(0.005)
         if store.state is State.OPENING:
             self._cut_short()
-            return np.zeros(len(pages.keys), dtype=bool)
-        return self._move("store", store, pages)
+            return False
+        return True
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until no call is under way."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._under_way, timeout)
 
-    def _move(self, kind: _Kind, store: Store, pages: Pages) -> npt.NDArray[np.bool_]:
-        began = time.monotonic()
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While memory of SGLang's may be touched; see :meth:`wait_idle`."""
         with self._idle:
             self._under_way += 1
         try:
-            batch = pages.to_load() if kind == "load" else pages.to_store()
-            sizes = batch.buffers.sizes()
-            outcomes = self._windows(kind, store, batch, sizes, began + self._call_s)
-            if kind == "store":
-                outcomes = self._again(store, batch, sizes, outcomes, began + self._call_s)
+            yield
         finally:
             with self._idle:
                 self._under_way -= 1
                 self._idle.notify_all()
+
+    def go(
+        self, windows: Windows, first: int, last: int, sizes: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Move blocks ``[first, last)`` of some that are moved window by window.
+
+        Parameters
+        ----------
+        windows
+            Of all the blocks; those before ``first`` were moved already.
+        first, last
+            Which of them.
+        sizes
+            int64 ``(last - first,)``: their bytes.
+
+        Returns
+        -------
+        bool ``(last - first,)``
+            Which of them are loaded, or stored, now or before.
+        """
+        began = time.monotonic()
+        deadline = began + self._call_s
+        if windows.kind == "store" and not self._opened(windows.store, deadline):
+            return np.zeros(last - first, dtype=bool)
+        if not windows.go(last, deadline):
+            self._cut_short()
+        outcomes = windows.outcomes[first:last]
+        if windows.kind == "store":
+            outcomes = self._again(windows, first, outcomes, sizes, deadline)
         good = outcomes == Outcome.OK
         seconds = time.monotonic() - began
-        self.moves.add(kind, int(good.sum()), int(sizes[good].sum()), seconds)
+        self.moves.add(windows.kind, int(good.sum()), int(sizes[good].sum()), seconds)
         done: npt.NDArray[np.bool_] = good | (outcomes == Outcome.PRESENT)
         return done
 
-    def _windows(
-        self,
-        kind: _Kind,
-        store: Store,
-        batch: BlockBatch,
-        sizes: npt.NDArray[np.int64],
-        deadline: float,
-    ) -> npt.NDArray[np.uint8]:
-        """Move a batch window by window, a few of them at a time."""
-        outcomes = np.full(len(batch), Outcome.CANCELLED, dtype=np.uint8)
-        under_way: deque[tuple[int, int, Job]] = deque()
-        run = store.store if kind == "store" else store.load
-        windows = _cut(sizes)
-        try:
-            for number, (first, last) in enumerate(windows):
-                if number and time.monotonic() >= deadline:
-                    self._cut_short()
-                    break
-                part = batch if len(windows) == 1 else batch.window(first, last)
-                under_way.append((first, last, run(part, on_done=_nothing)))
-                if len(under_way) >= _WINDOWS and not self._take(outcomes, under_way, kind):
-                    break
-        except LifeboatError:
-            pass  # closed meanwhile
-        finally:
-            # Whatever happens, no system call may touch the memory after this returns.
-            while under_way:
-                self._take(outcomes, under_way, kind)
-        return outcomes
-
-    @staticmethod
-    def _take(
-        outcomes: npt.NDArray[np.uint8], under_way: deque[tuple[int, int, Job]], kind: _Kind
-    ) -> bool:
-        """Wait for the oldest window; whether it is worth going on."""
-        first, last, job = under_way.popleft()
-        job.wait()
-        outcomes[first:last] = job.outcomes
-        # Pages behind one that is missing are of no use to the engine.
-        return kind == "store" or bool((job.outcomes == Outcome.OK).all())
+    def _move(self, kind: Kind, store: Store, pages: Pages) -> npt.NDArray[np.bool_]:
+        with self.busy():
+            batch = pages.to_load() if kind == "load" else pages.to_store()
+            sizes = batch.buffers.sizes()
+            windows = Windows(kind, store, cut(sizes), batch.window)
+            try:
+                return self.go(windows, 0, len(batch), sizes)
+            finally:
+                # Whatever happens, no system call may touch the memory after this returns.
+                windows.wait()
 
     def _again(
         self,
-        store: Store,
-        batch: BlockBatch,
-        sizes: npt.NDArray[np.int64],
+        windows: Windows,
+        begin: int,
         outcomes: npt.NDArray[np.uint8],
+        sizes: npt.NDArray[np.int64],
         deadline: float,
     ) -> npt.NDArray[np.uint8]:
         """Try once more what may go better then: SGLang gives a whole node up for one page."""
@@ -258,12 +250,18 @@ class Mover:
                 break
             time.sleep(_RETRY_S)
             first = int(passing.argmax())
-            last = len(batch) - int(passing[::-1].argmax())
+            last = len(outcomes) - int(passing[::-1].argmax())
             # Pages between that are stored already are answered from memory.
-            again = self._windows(
-                "store", store, batch.window(first, last), sizes[first:last], deadline
+            batch = windows.batch_of(begin + first, begin + last)
+            again = Windows("store", windows.store, cut(sizes[first:last]), batch.window)
+            try:
+                if not again.go(len(batch), deadline):
+                    self._cut_short()
+            finally:
+                again.wait()
+            outcomes[first:last] = np.where(
+                passing[first:last], again.outcomes, outcomes[first:last]
             )
-            outcomes[first:last] = np.where(passing[first:last], again, outcomes[first:last])
         return outcomes
 
     def _cut_short(self) -> None:
@@ -276,16 +274,3 @@ class Mover:
                 "its pages is computed or not kept: check the disk with `lifeboat-cache bench`",
                 self._call_s,
             )
-
-
-def _nothing(job: Job) -> None:
-    """Of jobs that are waited for; without a callback the store would hand them out, too."""
-
-
-def _cut(sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Cut pages into consecutive windows of about :data:`WINDOW_BYTES`."""
-    if not sizes.shape[0]:
-        return []
-    window = (np.cumsum(sizes) - sizes) // WINDOW_BYTES
-    starts = np.flatnonzero(np.diff(window, prepend=-1)).tolist()
-    return list(zip(starts, [*starts[1:], int(sizes.shape[0])], strict=True))
