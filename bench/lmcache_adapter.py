@@ -6,8 +6,8 @@ Ours beside LMCache's own adapters `fs` and `fs_native` (with O_DIRECT and throu
 cache) and its fp8 serde on `fs_native`, with LMCache's own keys, objects and descriptors,
 called as its controllers do: tasks of an eighth of the objects, so many of them under way at
 the same time as --in-flight says. Beside the medium itself (large reads and writes of the
-same bytes by several threads, in a process of their own), the page cache and a copy in
-memory. Speeds are in bytes of KV.
+same bytes and the same memory by several threads), the page cache and a copy in memory.
+Speeds are in bytes of KV.
 
 With 64 objects of 16 MiB it needs about 5 GB of memory and 6 GB of the medium: .dev/bench
 unless --root names another place.
@@ -16,6 +16,7 @@ unless --root names another place.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import shutil
@@ -28,6 +29,7 @@ from typing import Any
 
 from devkit.places import dev_home
 from lmcache_rig import PLUGIN, Driver, Memory, desc, keys
+from raw_here import RawHere
 from raw_process import RawProcess
 from side_by_side import Samples, SideBySide, say
 
@@ -106,10 +108,11 @@ class _Party:
         if "serde" in described:
             from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
             from lmcache.v1.distributed.serde import create_serde_processor
+            from lmcache.v1.distributed.serde.base import SerdeConfig
 
             adapter = SerdeL2AdapterWrapper(
                 inner=adapter,
-                serde=create_serde_processor(described["serde"]),
+                serde=create_serde_processor(SerdeConfig(**described["serde"])),
                 l1_manager=self.memory.manager,
             )
         return Driver(adapter, timeout=300)
@@ -175,6 +178,13 @@ class _Party:
         self.driver.adapter.close()
 
 
+def _begin(objects: Sequence[Any], size: int) -> int:
+    """Where objects of LMCache's begin that lie one after the other."""
+    places = sorted(int(one.data_ptr) for one in objects)
+    assert all(after - before == size for before, after in itertools.pairwise(places))
+    return places[0]
+
+
 def measure(
     report: Report, root: Path, name: str, flight: int, parties: Sequence[str], rounds: int
 ) -> None:
@@ -211,9 +221,13 @@ def measure(
         for number, party in enumerate(parties):
             made[party] = _Party(party, place / f"party-{number}", memory)
         block = min(size, 1 << 20)
-        with RawProcess(place / "raw", size=moved, block=block, depth=_DEPTH) as raw:
+        with RawProcess(place / "raw", size=moved, block=block, depth=_DEPTH) as process:
+            raw = RawHere(
+                process, place / "raw", _begin(targets, size), moved, block=block, depth=_DEPTH
+            )
             both = SideBySide(raw, moved, write="store", cold="load cold", hot="load hot")
             both.run(parties, rounds, once)
+            raw.close()
     finally:
         for one in made.values():
             one.close()

@@ -2,12 +2,12 @@
 
     python3 tools/dev.py bench sglang_backend
 
-Ours beside HiCacheFile, SGLang's own file backend, by the functions with which its cache
-controller calls them (128 pages a call), on its real host pools: pages of 64 tokens (8 MiB)
-and of one token (128 KiB). Beside the medium itself (large reads and writes of the same
-bytes by several threads, in a process of their own), the page cache and a copy in memory.
-Of each codec: how fast pages are set, got cold and got hot, in bytes of KV, and what they
-take on disk.
+Ours beside HiCacheFile, SGLang's own file backend, on its real host pools under its real cache
+controller, which gets backups and prefetches of all pages as a scheduler gives them (and calls a
+backend with 128 pages at a time): pages of 64 tokens (8 MiB) and of one token (128 KiB). Beside
+the medium itself (large reads and writes of the same bytes and the same memory by several
+threads), the page cache and a copy in memory. Of each codec: how fast pages are set, got cold
+and got hot, in bytes of KV, and what they take on disk.
 
 With 512 MiB it needs about 4 GB of memory and 10 GB of the medium: .dev/bench unless
 --root names another place.
@@ -16,6 +16,7 @@ With 512 MiB it needs about 4 GB of memory and 10 GB of the medium: .dev/bench u
 from __future__ import annotations
 
 import argparse
+import mmap
 import shutil
 import tempfile
 import time
@@ -27,6 +28,7 @@ from unittest import mock
 
 import tiny_llama
 from devkit.places import dev_home
+from raw_here import RawHere
 from raw_process import RawProcess
 from sglang_rig import BACKEND, Case, Rig, prepare
 from side_by_side import Samples, SideBySide, say
@@ -55,24 +57,41 @@ _METRICS = (
 _SIZES = {"8MiB": 64, "128KiB": 1}
 _TOKEN_BYTES = 128 << 10
 
-#: SGLang hands over so many pages at a time.
-_BATCH = 128
+#: For the controller's threads to answer.
+_PATIENCE_S = 300.0
 
 #: Threads of the raw limit, as ours has.
 _DEPTH = 8
 
 
 class _Party:
-    """A backend in SGLang's controller, with a pool full of KV."""
+    """A backend in SGLang's controller.
 
-    def __init__(self, case: Case, place: Path, codec: str | None) -> None:
-        import torch
+    Parameters
+    ----------
+    case, place
+        Its pool, and where its files go.
+    codec
+        Of our store; ``None`` for SGLang's own backend.
+    first
+        Another party, whose pool is used: where a pool lies in the machine's memory is luck.
+    """
 
+    def __init__(
+        self, case: Case, place: Path, codec: str | None, first: _Party | None = None
+    ) -> None:
+        self.rig: Rig
+        self.indices: Any
         self.codec = codec
         self.place = place
         place.mkdir(parents=True)
         if codec is None:
-            self.rig = Rig(case, backend={"file_storage_path": str(place)}, storage_backend="file")
+            self.rig = Rig(
+                case,
+                backend={"file_storage_path": str(place)},
+                storage_backend="file",
+                pools_of=None if first is None else first.rig,
+            )
         else:
             config = place / "lifeboat.yaml"
             config.write_text(
@@ -81,9 +100,21 @@ class _Party:
                 "agent: {autostart: false}\n"
             )
             config.chmod(0o600)
-            self.rig = Rig(case, backend={**BACKEND, "config": str(config)})
+            self.rig = Rig(
+                case,
+                backend={**BACKEND, "config": str(config)},
+                pools_of=None if first is None else first.rig,
+            )
         self.rig.ready()
+        if first is not None:
+            self.indices = first.indices
+            return
         self.indices = self.rig.kv.alloc(case.pages * case.tokens)
+        self._fill()
+
+    def _fill(self) -> None:
+        import torch
+
         pool = self.rig.kv.kv_buffer
         pool.view(-1).normal_() if pool.dtype == torch.float32 else pool.copy_(
             torch.randn(1 << 20)
@@ -92,33 +123,47 @@ class _Party:
             .view(pool.shape)
         )
 
+    def memory(self) -> int:
+        """Where the pool begins, on a page boundary."""
+        return -(-int(self.rig.kv.kv_buffer.data_ptr()) // mmap.PAGESIZE) * mmap.PAGESIZE
+
     def hashes(self, turn: int) -> list[str]:
         return [f"{turn:032x}{page:032x}" for page in range(self.rig.case.pages)]
 
-    def _batches(self, turn: int) -> Iterator[tuple[list[str], Any]]:
-        hashes, tokens = self.hashes(turn), self.rig.case.tokens
-        for first in range(0, len(hashes), _BATCH):
-            part = hashes[first : first + _BATCH]
-            yield part, self.indices[first * tokens : (first + len(part)) * tokens]
-
     def set(self, turn: int) -> float:
         """Seconds to store all pages."""
+        controller, tokens = self.rig.controller, self.rig.case.tokens
+        hashes = self.hashes(turn)
         begin = time.perf_counter()
-        for hashes, indices in self._batches(turn):
-            assert self.rig.controller.page_set_func(hashes, indices)
-        return time.perf_counter() - begin
+        controller.write_storage(self.indices, [], hashes)
+        operation = controller.ack_backup_queue.get(timeout=_PATIENCE_S)
+        seconds = time.perf_counter() - begin
+        assert operation.completed_tokens == len(hashes) * tokens
+        return seconds
 
     def get(self, turn: int, *, cold: bool) -> float:
         """Seconds to look all pages up and load them."""
+        from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
+
+        controller, tokens = self.rig.controller, self.rig.case.tokens
         if cold:
             forget_pages(self.place)
-        operation = _Operation()
+        operation = PrefetchOperation(CacheRequestHandle("bench", 0), [])
+        operation.host_indices = self.indices
         begin = time.perf_counter()
         self.exists(turn)  # a prefetch begins with this
-        for hashes, indices in self._batches(turn):
-            got = self.rig.controller.page_get_func(operation, hashes, indices)
-            assert got == len(hashes)
-        return time.perf_counter() - begin
+        operation.hash_value = self.hashes(turn)
+        controller.prefetch_buffer.put(operation)
+        loaded = 0
+        while True:
+            ack = controller.ack_prefetch_queue.get(timeout=_PATIENCE_S)
+            loaded = max(loaded, ack.completed_tokens or 0)
+            if ack.completed_req:
+                break
+        seconds = time.perf_counter() - begin
+        assert loaded == len(operation.hash_value) * tokens
+        return seconds
 
     def exists(self, turn: int) -> float:
         """Seconds to look all pages up."""
@@ -148,22 +193,15 @@ class _Party:
         self.rig.close()
 
 
-class _Operation:
-    """What SGLang's functions look at of a prefetch operation."""
-
-    request_id = "bench"
-
-    def is_terminated(self) -> bool:
-        return False
-
-
 @contextmanager
 def _parties(case: Case, place: Path, codecs: Sequence[str]) -> Iterator[dict[str, _Party]]:
     found: dict[str, _Party] = {}
     try:
+        first: _Party | None = None
         for codec in codecs:
-            found[codec] = _Party(case, place / f"ours-{codec}", codec)
-        found[_PEER] = _Party(case, place / "file", None)
+            found[codec] = _Party(case, place / f"ours-{codec}", codec, first)
+            first = first or found[codec]
+        found[_PEER] = _Party(case, place / "file", None, first)
         yield found
     finally:
         for party in found.values():
@@ -191,8 +229,18 @@ def measure(
     try:
         with (
             _parties(case, place, codecs) as parties,
-            RawProcess(place / "raw", size=moved, block=min(page, 1 << 20), depth=_DEPTH) as raw,
+            RawProcess(
+                place / "raw", size=moved, block=min(page, 1 << 20), depth=_DEPTH
+            ) as process,
         ):
+            raw = RawHere(
+                process,
+                place / "raw",
+                next(iter(parties.values())).memory(),
+                moved,
+                block=min(page, 1 << 20),
+                depth=_DEPTH,
+            )
 
             def once(who: str, turn: int, found: Samples) -> None:
                 party = parties[who]
@@ -205,6 +253,7 @@ def measure(
 
             both = SideBySide(raw, moved, write="set", cold="get cold", hot="get hot")
             both.run(list(parties), rounds, once)
+            raw.close()
     finally:
         shutil.rmtree(place, ignore_errors=True)
     for codec in codecs:

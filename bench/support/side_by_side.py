@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from raw_here import RawHere
 from raw_process import RawProcess
 
 from lifeboat_cache.bench import Report, compare, rotated
@@ -42,7 +43,9 @@ class SideBySide:
         page cache and copying.
     """
 
-    def __init__(self, raw: RawProcess, moved: int, *, write: str, cold: str, hot: str) -> None:
+    def __init__(
+        self, raw: RawProcess | RawHere, moved: int, *, write: str, cold: str, hot: str
+    ) -> None:
         self._raw = raw
         self._moved = moved
         self._limits = (
