@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lifeboat_cache.cli import plugins
 from lifeboat_cache.cli.main import main
 from lifeboat_cache.cli.parser import EXIT_CODES, build_parser
 from lifeboat_cache.cli.reference import render_reference
@@ -347,10 +348,59 @@ def test_a_command_without_a_function_is_a_sentence(tmp_path: Path) -> None:
     assert "sets no function" in done.stderr
 
 
+@pytest.mark.parametrize("rest", [(), ("--model", "x", "-h"), ("--", "--l1-size-gb", "1")])
+def test_a_command_of_a_distribution_that_is_missing_says_which(
+    rest: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plugins, "ELSEWHERE", {"pages": "lifeboatcache-pages"})
+    assert main(["pages", *rest]) == 2
+    said = capsys.readouterr().err
+    assert "`pages` is a command of lifeboatcache-pages, which is not installed" in said
+    assert "install it there" in said
+    main(["--help"])
+    assert "pages" not in capsys.readouterr().out
+
+
+def test_our_other_commands_are_those_that_are_added_elsewhere() -> None:
+    root = Path(__file__).parents[2]
+    for command, name in plugins.ELSEWHERE.items():
+        sources = (root / name / "src").rglob("*command.py")
+        assert any(f'"{command}"' in source.read_text() for source in sources), command
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert "write a configuration file" in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("first", "to the first usable of: disk (/d), nas (/n), fallback_local"),
+        ("all", "to all of: disk (/d), nas (/n); to fallback_local"),
+        ("local_first", "to the fastest, and from there to slower ones, of: disk (/d), nas (/n);"),
+    ],
+)
+def test_validate_says_where_kv_goes(
+    mode: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        f"storage:\n  write_mode: {mode}\n  tiers:\n"
+        "  - {name: disk, type: filesystem, path: /d}\n  - {name: nas, type: nfs, path: /n}\n"
+    )
+    assert main(["config", "validate", str(file)]) == 0
+    assert words in capsys.readouterr().out
+
+
 def test_every_command_is_documented() -> None:
     page = render_reference()
     commands = ("ls", "purge", "check", "doctor", "selftest")
     for command in ("init", "config show", "config validate", *commands):
         assert f"## `lifeboat-cache {command}`\n" in page
     assert "None" not in page
+    assert "purge [--config FILE] (--namespace" in page
+    assert "ls [--config FILE] [--json] [NAMESPACE]" in page
     assert build_parser(plugins=False).prog == "lifeboat-cache"

@@ -406,6 +406,10 @@ TIER = "storage: {{tiers: [{{name: a, type: filesystem, path: /a, {0}}}]}}"
         ("extends: 3", "lifeboat.yaml:1: extends: 3 is not a name."),
         (
             "extends: single_node",
+            "storage_efficient. Or name a file, ending in .yaml.",
+        ),
+        (
+            "extends: single_node",
             "there is no preset 'single_node'. Did you mean 'single_node_gpu'?",
         ),
         ("extends: other.yaml", "lifeboat.yaml:1: extends: there is no file"),

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lifeboat_cache.cli.main import main
 from lifeboat_cache.selftest import Report, Step
+from lifeboat_cache.selftest import run as selftest_run
 
 HEAD = """
 from lifeboat_cache.errors import LifeboatError
@@ -108,6 +110,24 @@ def test_a_broken_adapter_is_a_sentence(tmp_path: Path, source: str, code: int, 
     assert "Traceback" not in done.stderr
     document = json.loads(run(tmp_path, "good", "--json").stdout)
     assert document["status"] == ("failed" if code == 1 else "unable")
+
+
+def test_the_only_one_need_not_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter(tmp_path, "good", GOOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(selftest_run, "GROUP", "lifeboat_cache.selftest.one")
+    info = tmp_path / "good_one-1.0.dist-info" / "entry_points.txt"
+    info.write_text("[lifeboat_cache.selftest.one]\ngood = good_module:run\n")
+    assert main(["selftest"]) == 0
+    assert "engine 1.0: 2 ok" in capsys.readouterr().out
+    info.write_text(info.read_text() + "other = good_module:run\n")
+    assert main(["selftest"]) == 2
+    assert "several adapters are installed: name one of good, other" in capsys.readouterr().err
+    info.write_text("")
+    assert main(["selftest"]) == 2
+    assert "no adapter with a self-test is installed" in capsys.readouterr().err
 
 
 def test_an_engine_without_a_self_test_names_those_that_have_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lifeboat_cache.cli.output import RefusedError, table
-from lifeboat_cache.config import load_config
+from lifeboat_cache.config import FALLBACK_NAME, load_config
 from lifeboat_cache.config.describe import yaml_scalar
 from lifeboat_cache.config.paths import CONFIG_FILE_NAME, ENV_CONFIG, Places
 from lifeboat_cache.config.schema import Config, Section
@@ -128,5 +128,13 @@ def validate(args: argparse.Namespace) -> int:
 
 
 def _say_places(config: Config) -> None:
-    names = [f"{place.name} ({place.location})" for place in config.storage.places]
-    print(f"KV goes to the first usable of: {', '.join(names)}")
+    """Where new KV goes when all is well; the doctor looks at what is."""
+    storage = config.storage
+    names = [f"{place.name} ({place.location})" for place in storage.places]
+    tiers = any(place.name != FALLBACK_NAME for place in storage.places)
+    if not tiers or storage.write_mode == "first":
+        print(f"KV goes to the first usable of: {', '.join(names)}")
+        return
+    where = "all" if storage.write_mode == "all" else "the fastest, and from there to slower ones,"
+    last = f"; to {names.pop()} if none is usable" if storage.fallback_local.enabled else ""
+    print(f"KV goes to {where} of: {', '.join(names)}{last}")

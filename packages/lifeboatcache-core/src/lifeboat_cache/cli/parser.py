@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from lifeboat_cache.cli.plugins import add_plugin_commands
+from lifeboat_cache.cli.plugins import add_missing_commands, add_plugin_commands
 from lifeboat_cache.config import preset_names
 from lifeboat_cache.version import __version__
 
@@ -351,7 +351,11 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
         "no GPU is needed. Speed is shown and not judged.",
     )
     selftest.add_argument(
-        "engine", metavar="ENGINE", help="which engine, as its adapter calls it: sglang or vllm"
+        "engine",
+        nargs="?",
+        metavar="ENGINE",
+        help="which engine: lmcache, mlx, sglang or vllm; needed where several adapters are "
+        "installed",
     )
     _json(selftest)
     selftest.add_argument(
@@ -373,6 +377,7 @@ def build_parser(*, plugins: bool = True) -> argparse.ArgumentParser:
 
     if plugins:
         add_plugin_commands(commands)
+        add_missing_commands(commands)
     return parser
 
 

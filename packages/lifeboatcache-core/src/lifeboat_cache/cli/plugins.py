@@ -14,13 +14,22 @@ import importlib.metadata
 import sys
 from typing import TYPE_CHECKING
 
+from lifeboat_cache.errors import LifeboatError
+
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["GROUP", "add_plugin_commands"]
+__all__ = ["ELSEWHERE", "GROUP", "add_missing_commands", "add_plugin_commands"]
 
 #: The entry-point group of other distributions' subcommands.
 GROUP = "lifeboat_cache.cli"
+
+#: Commands that our other distributions add.
+ELSEWHERE = {
+    "dashboard": "lifeboatcache-dashboard",
+    "mlx-server": "lifeboatcache-mlx",
+    "server": "lifeboatcache-lmcache",
+}
 
 
 def add_plugin_commands(subparsers: Subparsers) -> None:
@@ -37,3 +46,23 @@ def add_plugin_commands(subparsers: Subparsers) -> None:
                 "version that fits this lifeboatcache-core, or uninstall it.",
                 file=sys.stderr,
             )
+
+
+def add_missing_commands(subparsers: Subparsers) -> None:
+    """Let commands of distributions that are not installed say which one is needed."""
+    for name, distribution in ELSEWHERE.items():
+        try:
+            importlib.metadata.distribution(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            # Without a prefix for options every argument is taken. Not listed by `--help`.
+            parser = subparsers.add_parser(name, add_help=False, prefix_chars="\0")
+            parser.add_argument("arguments", nargs="*")
+            parser.set_defaults(func=_is_missing, missing=(name, distribution))
+
+
+def _is_missing(args: argparse.Namespace) -> int:
+    name, distribution = args.missing
+    raise LifeboatError(
+        f"`{name}` is a command of {distribution}, which is not installed for {sys.executable}: "
+        "install it there, from the tree or the wheels that lifeboatcache-core came from"
+    )

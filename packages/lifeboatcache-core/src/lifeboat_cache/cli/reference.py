@@ -6,8 +6,14 @@ import argparse
 from collections.abc import Iterator
 
 from lifeboat_cache.cli.parser import EXIT_CODES, PROGRAM, build_parser
+from lifeboat_cache.cli.plugins import ELSEWHERE
 
 __all__ = ["render_reference"]
+
+
+def _elsewhere() -> str:
+    return ", ".join(f"`{name}` ({package})" for name, package in ELSEWHERE.items())
+
 
 _INTRO = f"""\
 # The `{PROGRAM}` command
@@ -17,7 +23,7 @@ _INTRO = f"""\
 
 Messages and questions that are not the result go to stderr; with `--json` the result on stdout
 is one JSON document. Other distributions add commands of their own, which
-`{PROGRAM} --help` lists where they are installed.
+`{PROGRAM} --help` lists where they are installed: {_elsewhere()}.
 """
 
 
@@ -68,7 +74,8 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     for action in sorted(_arguments(parser), key=lambda action: not action.option_strings):
         group = exclusive.get(id(action))
         if group is None:
-            words.append(f"[{_spelled(action)}]")
+            required = not action.option_strings and action.nargs is None
+            words.append(_spelled(action) if required else f"[{_spelled(action)}]")
         elif id(group) not in done:
             done.add(id(group))
             either = " | ".join(map(_spelled, group._group_actions))

@@ -83,10 +83,7 @@ def preset_path(name: str) -> Path:
     if name not in names:
         near = nearest(name, names)
         hint = f"Did you mean '{near}'? " if near else ""
-        raise ConfigError(
-            f"there is no preset {name!r}. {hint}Use one of: {', '.join(names)}; "
-            "or name a file, ending in .yaml."
-        )
+        raise ConfigError(f"there is no preset {name!r}. {hint}Use one of: {', '.join(names)}.")
     return _PRESETS / f"{name}.yaml"
 
 
@@ -278,7 +275,7 @@ def _extended(file: Path, document: Document, places: Places) -> Path | None:
         try:
             return preset_path(value)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{where}: {error} Or name a file, ending in .yaml.") from None
     try:
         base = Path(os.path.abspath(file.parent / places.expand(value)))
     except ValueError as error:

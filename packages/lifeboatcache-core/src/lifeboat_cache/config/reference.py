@@ -60,6 +60,8 @@ key by key; lists and single values replace those of the base.
 
 | variable | meaning |
 |---|---|
+| `LIFEBOAT_CACHE` | `1` switches the cache on in vLLM and SGLang; without it, or with `0`, it is \
+off |
 | `LIFEBOAT_CACHE_CONFIG` | the configuration file |
 | `LIFEBOAT_CACHE_HOME` | the home directory, by default `~/.lifeboat_cache` |
 | `LIFEBOAT_CACHE_INTEGRITY_KEY` | the integrity key, 64 hexadecimal digits or more; overrides \

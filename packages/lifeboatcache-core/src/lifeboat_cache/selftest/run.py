@@ -16,27 +16,31 @@ __all__ = ["GROUP", "run_selftest"]
 GROUP = "lifeboat_cache.selftest"
 
 
-def run_selftest(name: str, args: argparse.Namespace) -> Report:
+def run_selftest(name: str | None, args: argparse.Namespace) -> Report:
     """Run the self-test of one engine. Nothing that an adapter does wrong is raised.
 
     Parameters
     ----------
     name
-        The entry point's name.
+        The entry point's name; ``None`` for the only one there is.
     args
         The command's arguments.
     """
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-    entry = entries.get(name)
+    there = ", ".join(sorted(entries))
+    if name is None and len(entries) > 1:
+        return Report("", unable=f"several adapters are installed: name one of {there}")
+    entry = entries.get(there if name is None else name)
     if entry is None:
-        there = ", ".join(sorted(entries))
+        named = "" if name is None else f" named {name!r}"
         found = f"there are: {there}" if there else "no adapter with a self-test is installed"
         return Report(
-            name,
-            unable=f"there is no self-test named {name!r} for {sys.executable}; {found}: install "
-            "the adapter (lifeboatcache-<engine>) in the engine's environment, and run the "
+            name or "",
+            unable=f"there is no self-test{named} for {sys.executable}; {found}: install the "
+            "adapter (lifeboatcache-<engine>) in the engine's environment, and run the "
             "lifeboat-cache that is there",
         )
+    name = entry.name
     distribution = entry.dist.name if entry.dist is not None else entry.value
     # Engines print while they are imported, and stdout is for the report alone.
     with contextlib.redirect_stdout(sys.stderr):
