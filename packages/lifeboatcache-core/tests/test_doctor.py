@@ -14,6 +14,7 @@ from lifeboat_cache.cli.main import main
 from lifeboat_cache.config import Tier, load_config
 from lifeboat_cache.doctor import Check, DoctorContext, Fix, run_checks
 from lifeboat_cache.doctor.installation import (
+    check_adapters,
     check_config,
     check_home,
     check_kernels,
@@ -519,6 +520,7 @@ def test_the_whole_doctor_on_this_machine(
     names = [check["name"] for check in checks]
     assert names == [
         "versions",
+        "adapters",
         "configuration",
         "home directory",
         "kernels",
@@ -533,6 +535,7 @@ def test_the_whole_doctor_on_this_machine(
 def test_every_check_is_in_the_troubleshooting_page() -> None:
     page = (Path(__file__).parents[3] / "docs/troubleshooting.md").read_text(encoding="utf-8")
     for name in (
+        "adapters",
         "configuration: private",
         "configuration: integrity key",
         "home directory",
@@ -544,3 +547,14 @@ def test_every_check_is_in_the_troubleshooting_page() -> None:
         "shared memory",
     ):
         assert f"doctor: `{name}`" in page
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"), [((), True), (("dashboard",), True), (("dashboard", "vllm"), False)]
+)
+def test_an_environment_without_an_adapter_is_said(entries: tuple[str, ...], said: bool) -> None:
+    checks = list(check_adapters(entries))
+    assert bool(checks) is said
+    for check in checks:
+        assert check.status == "warn"
+        assert "lifeboatcache-vllm" in check.remedy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import time
@@ -586,6 +587,22 @@ def test_without_the_variable_launches_are_left_alone(monkeypatch: pytest.Monkey
     )
     sglang_plugin.register()
     assert sglang_plugin.registered()
+
+
+@pytest.mark.parametrize(("value", "lines"), [("enable", 1), ("0", 0), ("", 0)])
+def test_a_misspelled_variable_is_said_once(
+    value: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LIFEBOAT_CACHE", value)
+    monkeypatch.setattr(sglang_plugin, "_registered", False)
+    sglang_plugin.register()
+    found = [record.getMessage() for record in caplog.records]
+    assert sum("LIFEBOAT_CACHE=enable is neither on nor off" in line for line in found) == lines
+    monkeypatch.setattr(sglang_plugin, "_registered", False)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    caplog.clear()
+    sglang_plugin.register()
+    assert not caplog.records
 
 
 # --- in the scheduler ------------------------------------------------------------------------

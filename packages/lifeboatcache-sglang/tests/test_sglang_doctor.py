@@ -17,6 +17,7 @@ from lifeboat_cache.integrations.sglang_doctor import (
     check_engine,
     check_filter,
     check_host_pool,
+    check_platform,
     check_plugin,
     check_settings,
     checks,
@@ -61,6 +62,7 @@ def test_with_sglang_everything_is_checked() -> None:
         "SGLang: plugin",
         "SGLang: SGLANG_PLUGINS",
         "SGLang: LIFEBOAT_CACHE",
+        "SGLang: platform",
         "SGLang: a launch gets",
         "SGLang: host pool",
     ]
@@ -148,6 +150,14 @@ def test_the_switch(value: str | None, status: str, word: str) -> None:
     check = check_activation({} if value is None else {"LIFEBOAT_CACHE": value})
     assert check.status == status
     assert word in check.summary
+
+
+@pytest.mark.parametrize(("device", "status"), [("kfd", "ok"), ("shm", "warn")])
+def test_a_machine_without_an_accelerator_is_said(device: str, status: str, tmp_path: Path) -> None:
+    (tmp_path / device).touch()
+    check = check_platform(tmp_path)
+    assert check.status == status
+    assert bool(check.remedy) == (status == "warn")
 
 
 def test_what_a_launch_gets() -> None:

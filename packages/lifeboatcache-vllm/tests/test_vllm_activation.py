@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import multiprocessing
 import sys
 import threading
 import time
@@ -328,6 +329,22 @@ def test_without_the_variable_launches_are_left_alone(
     )
     vllm_plugin.register()
     assert vllm_plugin.registered()
+
+
+@pytest.mark.parametrize(("value", "lines"), [("enable", 1), ("0", 0), ("", 0)])
+def test_a_misspelled_variable_is_said_once(
+    value: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LIFEBOAT_CACHE", value)
+    monkeypatch.setattr(vllm_plugin, "_registered", False)
+    vllm_plugin.register()
+    found = [record.getMessage() for record in caplog.records]
+    assert sum("LIFEBOAT_CACHE=enable is neither on nor off" in line for line in found) == lines
+    monkeypatch.setattr(vllm_plugin, "_registered", False)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    caplog.clear()
+    vllm_plugin.register()
+    assert not caplog.records
 
 
 def test_ranks_of_a_host_share_the_memory() -> None:

@@ -7,7 +7,7 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lifeboat_cache.config import Config
@@ -18,7 +18,7 @@ from lifeboat_cache.integrity import configured_integrity_key
 from lifeboat_cache.kernels import cache
 from lifeboat_cache.version import __version__
 
-__all__ = ["check_config", "check_home", "check_kernels", "check_versions"]
+__all__ = ["check_adapters", "check_config", "check_home", "check_kernels", "check_versions"]
 
 _CORE = "lifeboatcache-core"
 
@@ -50,6 +50,25 @@ def check_versions() -> Check:
             details,
         )
     return Check("versions", "ok", summary, details=details)
+
+
+def check_adapters(entries: Iterable[str]) -> Iterator[Check]:
+    """Say so if no engine can use the store from this environment.
+
+    Parameters
+    ----------
+    entries
+        Names of what other distributions check: each adapter checks its engine.
+    """
+    if set(entries) <= {"dashboard"}:
+        yield Check(
+            "adapters",
+            "warn",
+            f"none is installed for {sys.executable}: no engine in this environment can use the "
+            "cache",
+            "Install the one of your engine here: lifeboatcache-vllm, lifeboatcache-sglang, "
+            f"lifeboatcache-lmcache or lifeboatcache-mlx, from where {_CORE} came from.",
+        )
 
 
 def check_config(context: DoctorContext) -> Iterator[Check]:

@@ -8,6 +8,7 @@ from functools import partial
 
 from lifeboat_cache.doctor.check import Check, DoctorContext
 from lifeboat_cache.doctor.installation import (
+    check_adapters,
     check_config,
     check_home,
     check_kernels,
@@ -26,8 +27,10 @@ GROUP = "lifeboat_cache.doctor"
 def run_checks(context: DoctorContext) -> list[Check]:
     """Run every check. One that raises becomes a failed check and stops no other."""
     results: list[Check] = []
+    entries = importlib.metadata.entry_points(group=GROUP)
     own: tuple[tuple[str, Callable[[], Iterable[Check]]], ...] = (
         ("versions", lambda: (check_versions(),)),
+        ("adapters", lambda: check_adapters(entry.name for entry in entries)),
         ("configuration", lambda: check_config(context)),
         ("home directory", lambda: (check_home(context),)),
         ("kernels", lambda: (check_kernels(context),)),
@@ -36,7 +39,6 @@ def run_checks(context: DoctorContext) -> list[Check]:
     )
     for name, run in own:
         results += _collected(name, run, "Please report this with the details.")
-    entries = importlib.metadata.entry_points(group=GROUP)
     for entry in sorted(entries, key=lambda entry: entry.name):
         distribution = entry.dist.name if entry.dist is not None else entry.value
         results += _collected(

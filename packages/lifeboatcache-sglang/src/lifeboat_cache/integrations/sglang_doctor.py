@@ -10,11 +10,12 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.doctor import Check, DoctorContext
 from lifeboat_cache.engines.memory import available_ram
-from lifeboat_cache.engines.switch import is_enabled
+from lifeboat_cache.engines.switch import is_enabled, is_misspelled
 from lifeboat_cache.integrations.sglang_memory import RESERVE_BYTES, size_host_pool
 from lifeboat_cache.integrations.sglang_mlx import uses_mlx
 from lifeboat_cache.integrations.sglang_settings import (
@@ -31,6 +32,7 @@ __all__ = [
     "check_filter",
     "check_host_pool",
     "check_mlx",
+    "check_platform",
     "check_plugin",
     "check_settings",
     "checks",
@@ -41,6 +43,9 @@ PLUGIN = "lifeboat_cache"
 _GROUP = "sglang.srt.plugins"
 _ENTRY = "lifeboat_sglang_entry:register"
 _DISTRIBUTION = "lifeboatcache-sglang"
+
+#: What drivers make: NVIDIA's, the same under WSL, AMD's, Intel's.
+_DEVICES = ("nvidiactl", "dxg", "kfd", "dri")
 
 
 def checks(context: DoctorContext) -> Iterator[Check]:
@@ -56,6 +61,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     if uses_mlx(context.environ):
         yield check_mlx()
     else:
+        yield check_platform()
         yield check_settings(context.environ)
         yield check_host_pool(context.environ)
 
@@ -155,7 +161,7 @@ def check_activation(environ: Mapping[str, str]) -> Check:
     value = environ.get("LIFEBOAT_CACHE", "")
     if is_enabled(environ):
         return Check(name, "ok", f"{value!r}: on, unless the launch chooses otherwise itself")
-    if value.strip().lower() in ("", "0", "false", "no", "off"):
+    if not is_misspelled(environ):
         return Check(
             name,
             "ok",
@@ -164,6 +170,25 @@ def check_activation(environ: Mapping[str, str]) -> Check:
         )
     return Check(
         name, "warn", f"{value!r} is neither on nor off, and counts as off", "Set it to 1 or to 0."
+    )
+
+
+def check_platform(devices: Path = Path("/dev")) -> Check:
+    """Check that there is an accelerator with which the hierarchical cache is known to work.
+
+    Parameters
+    ----------
+    devices
+        Where the system shows devices.
+    """
+    name = "SGLang: platform"
+    if any((devices / one).exists() for one in _DEVICES):
+        return Check(name, "ok", "a device of CUDA, ROCm or XPU is there")
+    return Check(
+        name,
+        "warn",
+        f"no device of CUDA, ROCm or XPU is seen in {devices}: elsewhere LifeboatCache stands down",
+        "Run the doctor where the engine runs; in a container, give it the devices.",
     )
 
 

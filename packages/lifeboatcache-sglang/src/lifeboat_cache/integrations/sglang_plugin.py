@@ -7,12 +7,14 @@ It costs next to nothing there: what is needed is imported when SGLang comes to 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lifeboat_cache.engines.import_hook import when_imported
-from lifeboat_cache.engines.switch import is_enabled
+from lifeboat_cache.engines.switch import is_enabled, is_misspelled
 from lifeboat_cache.integrations.sglang_mlx import uses_mlx
 
 __all__ = ["register", "registered", "set_platform_check"]
@@ -73,6 +75,11 @@ def register() -> None:
     if is_enabled():
         when_imported(_ARGUMENTS, partial(_safely, _activate))
         when_imported(_SCHEDULER, partial(_safely, _watch_schedulers))
+    elif is_misspelled() and multiprocessing.parent_process() is None:
+        _log.warning(
+            "LifeboatCache is off: LIFEBOAT_CACHE=%s is neither on nor off; set it to 1 or to 0",
+            os.environ["LIFEBOAT_CACHE"],
+        )
 
 
 def _safely(step: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from lifeboat_cache.config.units import format_size
 from lifeboat_cache.doctor import Check, DoctorContext
-from lifeboat_cache.engines.switch import is_enabled
+from lifeboat_cache.engines.switch import is_enabled, is_misspelled
 from lifeboat_cache.integrations.vllm_memory import available_memory, size_cpu_tier
 from lifeboat_cache.integrations.vllm_versions import describe_tested, is_tested
 
@@ -175,7 +175,7 @@ def check_activation(environ: Mapping[str, str]) -> Check:
     value = environ.get("LIFEBOAT_CACHE", "")
     if is_enabled(environ):
         return Check(name, "ok", f"{value!r}: on, unless the launch configures KV transfer itself")
-    if value.strip().lower() in ("", "0", "false", "no", "off"):
+    if not is_misspelled(environ):
         return Check(
             name,
             "ok",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import multiprocessing
+import os
 from collections.abc import Callable
 from functools import partial
 
 from lifeboat_cache.engines.import_hook import when_imported
-from lifeboat_cache.engines.switch import is_enabled
+from lifeboat_cache.engines.switch import is_enabled, is_misspelled
 
 __all__ = ["register", "registered", "set_platform_check"]
 
@@ -62,6 +64,11 @@ def register() -> None:
     when_imported(_FACTORY, partial(_safely, _hand_over))
     if is_enabled():
         when_imported(_ARGUMENTS, partial(_safely, _activate))
+    elif is_misspelled() and multiprocessing.parent_process() is None:
+        _log.warning(
+            "LifeboatCache is off: LIFEBOAT_CACHE=%s is neither on nor off; set it to 1 or to 0",
+            os.environ["LIFEBOAT_CACHE"],
+        )
 
 
 def _safely(step: Callable[[], None]) -> None:
