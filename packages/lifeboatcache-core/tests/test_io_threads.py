@@ -152,7 +152,7 @@ def places(sizes: list[list[int]], *, gaps: bool) -> list[int]:
 
 @pytest.mark.parametrize("mode", [layout.SCATTER, layout.BOUNCE])
 def test_turns_are_given_back_whatever_becomes_of_a_task(tmp_path: Path, mode: int) -> None:
-    """Threads take turns where a device is waited for: one that is lost would stop them all."""
+    """Threads take turns in what needs a core: one that is lost would stop them all."""
     pool = Pool(threads=4)
     before = _turns(pool.pool)
     assert before == [usable_cpus()] * 2
@@ -161,24 +161,36 @@ def test_turns_are_given_back_whatever_becomes_of_a_task(tmp_path: Path, mode: i
     memory = memory_of(sizes, None, 0)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
     chunk = layout.DIRECT_CHUNK_BYTES
+    closed = os.dup(fd)
+    os.close(closed)
+
+    def load(checksums: npt.NDArray[np.uint8], warm: int) -> list[int]:
+        task = task_of("load", fd, mode, memory, offsets, checksums, chunk_bytes=chunk, warm=warm)
+        pool.run(task)
+        return list(task.outcomes.tolist())
+
+    def keep(into: int, chunk: int) -> IoTask:
+        task = task_of("store", into, mode, memory, offsets, chunk_bytes=chunk)
+        pool.run(task)
+        return task
+
     try:
-        store = task_of("store", fd, mode, memory, offsets, chunk_bytes=chunk)
-        pool.run(store)
-        assert store.outcomes.tolist() == [OK] * 3
+        for _ in range(3 * before[0]):
+            for into_page_cache in (chunk, layout.CACHED_CHUNK_BYTES, PAGE):
+                lost = keep(closed, into_page_cache)
+                assert lost.outcomes.tolist() == [Outcome.FAILED] * 3
+                store = keep(fd, into_page_cache)
+                assert store.outcomes.tolist() == [OK] * 3
         wrong = store.checksums.copy()
         wrong[1] ^= 1
         for _ in range(3 * before[0]):
-            good = task_of("load", fd, mode, memory, offsets, store.checksums, chunk_bytes=chunk)
-            pool.run(good)
-            assert good.outcomes.tolist() == [OK] * 3
-            bad = task_of("load", fd, mode, memory, offsets, wrong, chunk_bytes=chunk)
-            pool.run(bad)
-            assert bad.outcomes.tolist() == [OK, Outcome.CORRUPT, OK]
+            for warm in (-1, fd):
+                assert load(store.checksums, warm) == [OK] * 3
+                assert load(wrong, warm) == [OK, Outcome.CORRUPT, OK]
         os.truncate(fd, offsets[1] + PAGE)
         for _ in range(3 * before[0]):
-            cut = task_of("load", fd, mode, memory, offsets, store.checksums, chunk_bytes=chunk)
-            pool.run(cut)
-            assert cut.outcomes.tolist() == [OK, Outcome.MISSING, Outcome.MISSING]
+            for warm in (-1, fd):
+                assert load(store.checksums, warm) == [OK, Outcome.MISSING, Outcome.MISSING]
         assert _turns(pool.pool) == before
     finally:
         os.close(fd)

@@ -137,8 +137,8 @@ def _scatter_read(task: Any, fd: Any, first: Any, last: Any, cached: Any, sums: 
     """Read blocks ``first:last``, which lie one after the other, into their pieces.
 
     What one call has brought is hashed at once, while it is in the cache. With ``cached``
-    only what the page cache holds is read. Returns the first block that is not wholly
-    read, and the error number.
+    only what the page cache holds is read, by a thread whose turn it is. Returns the first
+    block that is not wholly read, and the error number.
     """
     chunk = task[L.TASK_CHUNK]
     if cached:
@@ -186,7 +186,8 @@ def _scatter_read(task: Any, fd: Any, first: Any, last: Any, cached: Any, sums: 
         if error != 0 or moved == 0:
             return block, error
         position += moved
-        _take_turn(task)
+        if not cached:
+            _take_turn(task)
         while moved > 0:
             part = min(iov[2 * piece + 1] - skip, moved)
             xxh3.update(state, iov[2 * piece] + skip, part)
@@ -200,12 +201,14 @@ def _scatter_read(task: Any, fd: Any, first: Any, last: Any, cached: Any, sums: 
                 _judge(task, block, state, sums)
                 block += 1
                 if block == last:
-                    _give_turn(task)
+                    if not cached:
+                        _give_turn(task)
                     return block, np.int64(0)
                 piece, skip = starts[block], np.int64(0)
                 wanted = lengths[block]
                 _begin(task, block, state)
-        _give_turn(task)
+        if not cached:
+            _give_turn(task)
 
 
 @helper
@@ -351,11 +354,13 @@ def _coded_read(
             got += moved
             if moved == 0 or got % _PAGE != 0:
                 break  # the end of the file
-        _take_turn(task)
+        if not cached:
+            _take_turn(task)
         while block < end and offsets[block] - begin + lengths[block] <= got:
             _restore(task, block, scratch + (offsets[block] - begin), work, sums)
             block += 1
-        _give_turn(task)
+        if not cached:
+            _give_turn(task)
         if block < end:
             return block, error
     return block, np.int64(0)
@@ -385,8 +390,6 @@ def _read_cached(
     task: Any, fd: Any, first: Any, last: Any, scratch: Any, room: Any, work: Any, sums: Any
 ) -> Any:
     """Read the blocks that the page cache holds; returns the first one that it does not."""
-    if fd < 0:
-        return first
     if task[L.TASK_ROWS] != 0:
         block, _ = _coded_read(task, fd, first, last, True, scratch, room, work, sums)
         return block
@@ -413,7 +416,12 @@ def _load(task: Any, scratch: Any, room: Any, work: Any, sums: Any) -> Any:
         first = runs[L.RUN_COLUMNS * run + 2]
         last = first + runs[L.RUN_COLUMNS * run + 3]
         warm = np.int32(runs[L.RUN_COLUMNS * run + 4])
-        first = _read_cached(task, warm, first, last, scratch, room, work, sums)
+        if warm >= 0:
+            # All of it is computing: more threads than there are cores would only drive what
+            # each has copied out of the cache before it is hashed.
+            _take_turn(task)
+            first = _read_cached(task, warm, first, last, scratch, room, work, sums)
+            _give_turn(task)
         if first == last:
             continue
         block, error = _read_blocks(task, fd, mode, first, last, scratch, room, work, sums)
@@ -466,6 +474,61 @@ def _scatter_write(task: Any, fd: Any, first: Any, last: Any) -> Any:
             left -= iov[2 * piece + 1]
             piece += 1
         skip = left
+    return np.int64(0)
+
+
+@helper
+def _write_and_sum_up(task: Any, fd: Any, block: Any) -> Any:
+    """Write the pieces of a long block into the page cache; returns the error number.
+
+    Each part is hashed just before it is copied, so that it comes from memory only once.
+    """
+    starts, iov = words_at(task[L.TASK_STARTS]), words_at(task[L.TASK_IOV])
+    piece, end = starts[block], starts[block + 1]
+    position, left = words_at(task[L.TASK_OFFSETS])[block], words_at(task[L.TASK_LENGTHS])[block]
+    state = raw.stack(STATE_BYTES)
+    _begin(task, block, state)
+    skip, hashed = np.int64(0), np.int64(0)  # of this piece: written; in front of it: hashed
+    while piece < end:
+        count, size = np.int64(0), -skip
+        while piece + count < end and count < _IOV_MAX and size < task[L.TASK_CHUNK]:
+            size += iov[2 * (piece + count) + 1]
+            count += 1
+        beyond = max(size - task[L.TASK_CHUNK], np.int64(0))
+        tail = 2 * (piece + count - 1) + 1
+        iov[tail] -= beyond
+        iov[2 * piece] += skip
+        iov[2 * piece + 1] -= skip
+        ahead = hashed  # a short write leaves some that are in the checksum already
+        for part in range(piece, piece + count):
+            known = min(ahead, iov[2 * part + 1])
+            new = min(iov[2 * part + 1] - known, left)
+            xxh3.update(state, iov[2 * part] + known, new)
+            ahead -= known
+            hashed += new
+            left -= new
+        moved = pwritev(fd, task[L.TASK_IOV] + piece * 16, count, position)
+        error = np.int64(0)
+        if moved < 0:
+            error = np.int64(errno())
+        iov[2 * piece] -= skip
+        iov[2 * piece + 1] += skip
+        iov[tail] += beyond
+        if error == _EINTR:
+            continue
+        if error != 0:
+            return error
+        if moved == 0:
+            return np.int64(_EIO)  # no progress
+        position += moved
+        hashed = max(hashed - moved, np.int64(0))
+        moved += skip
+        while piece < end and moved >= iov[2 * piece + 1]:
+            moved -= iov[2 * piece + 1]
+            piece += 1
+        skip = moved
+    low, high = xxh3.finish(state)
+    xxh3.store_digest(np.uint64(task[L.TASK_CHECKSUMS] + block * _CHECKSUM), low, high)
     return np.int64(0)
 
 
@@ -635,6 +698,7 @@ def _store(task: Any, scratch: Any, room: Any) -> Any:
     runs = words_at(task[L.TASK_RUN_TABLE])
     lengths = words_at(task[L.TASK_LENGTHS])
     outcomes = bytes_at(task[L.TASK_OUTCOMES])
+    cached = task[L.TASK_CHUNK] < L.DIRECT_CHUNK_BYTES
     for run in range(task[L.TASK_RUNS]):
         fd = np.int32(runs[L.RUN_COLUMNS * run])
         mode = runs[L.RUN_COLUMNS * run + 1]
@@ -643,6 +707,12 @@ def _store(task: Any, scratch: Any, room: Any) -> Any:
         error = np.int64(0)
         single = False
         while block < last and error == 0:
+            if cached and mode == L.SCATTER and lengths[block] > task[L.TASK_CHUNK]:
+                error = _write_and_sum_up(task, fd, block)
+                if error == 0:
+                    outcomes[block] = _OK
+                    block += 1
+                continue
             end, size = block, np.int64(0)
             _take_turn(task)
             while end < last and (end == block or size + lengths[end] <= task[L.TASK_CHUNK]):
@@ -696,14 +766,22 @@ def _take(context: Any, waits: Any) -> Any:
 
 @helper
 def _work(task: Any, own: Any, lane: Any, turn: Any, sums: Any) -> Any:
-    # What is copied from and to the page cache waits for no device.
-    turns = task[L.TASK_CHUNK] >= L.DIRECT_CHUNK_BYTES
+    direct = task[L.TASK_CHUNK] >= L.DIRECT_CHUNK_BYTES
+    copies = task[L.TASK_OP] == L.OP_STORE and not direct
+    turns = direct or copies
     task[L.TASK_TURN_IN] = own[L.THREAD_TURNS + 2 * lane] if turns else np.int64(-1)
     task[L.TASK_TURN_OUT] = own[L.THREAD_TURNS + 2 * lane + 1]
     task[L.TASK_TURN] = turn
     scratch, room, work = own[L.THREAD_SCRATCH], own[L.THREAD_ROOM], own[L.THREAD_WORK]
     if task[L.TASK_ROWS] == 0:  # copies stay in the cache
         room = min(room, np.int64(L.BOUNCE_BYTES))
+    turn_in = np.int64(-1)
+    if copies:
+        # All of it is one turn: a file takes one copy into the page cache at a time, and more
+        # threads than there are cores would wait for that awake.
+        _take_turn(task)
+        turn_in = task[L.TASK_TURN_IN]
+        task[L.TASK_TURN_IN] = np.int64(-1)
     if task[L.TASK_OP] == L.OP_LOAD:
         _load(task, scratch, room, work, sums)
     elif task[L.TASK_OP] == L.OP_ENCODE:
@@ -712,6 +790,9 @@ def _work(task: Any, own: Any, lane: Any, turn: Any, sums: Any) -> Any:
         _coded_store(task, scratch, room, work)
     else:
         _store(task, scratch, room)
+    if copies:
+        task[L.TASK_TURN_IN] = turn_in
+        _give_turn(task)
 
 
 @native("int64(int64)")
