@@ -150,6 +150,7 @@ def _ours(
 ) -> None:
     prompt = [turn + 2] * tokens
     with PersistentPromptCache(_Model(), config=config, wait_s=60) as ours:
+        ours.fetch([1, 2])  # it is open, as after the look-up that comes before every store
         begin = time.perf_counter()
         ours.store(prompt, cache)
         samples[_CALLER].append(time.perf_counter() - begin)

@@ -7,17 +7,15 @@ is read from a file: here from one that leaves the memory as it is.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from lifeboat_cache.mlx.arrays import DTYPES, memory_of
+from lifeboat_cache.mlx.arrays import DTYPES
 
 __all__ = ["blank_arrays"]
 
@@ -42,9 +40,6 @@ _NAMES = {
     "float32": "F32",
     "complex64": "C64",
 }
-
-_HUGE_PAGES = 14  # MADV_HUGEPAGE
-_PAGE, _HUGE = 4096, 2 << 20
 
 
 class _Untouched:
@@ -88,12 +83,9 @@ def blank_arrays(wanted: Sequence[tuple[Sequence[int], str]]) -> list[mx.array]:
     ]
     if sum(sizes) >= _LEAST_BYTES:
         try:
-            arrays = _untouched(wanted, sizes)
+            return _untouched(wanted, sizes)
         except Exception as exc:  # another MLX may read files in another way
             _log.debug("LifeboatCache: MLX makes no arrays without writing to them: %s", exc)
-        else:
-            _use_huge_pages(arrays)
-            return arrays
     arrays = [_zeros(shape, dtype) for shape, dtype in wanted]
     mx.eval(arrays)
     return arrays
@@ -126,29 +118,3 @@ def _untouched(wanted: Sequence[tuple[Sequence[int], str]], sizes: Sequence[int]
         if array.shape != tuple(shape) or array.dtype != DTYPES[dtype]:
             raise ValueError(f"{array.shape} of {array.dtype} instead of {shape} of {dtype}")
     return arrays
-
-
-def _use_huge_pages(arrays: Sequence[mx.array]) -> None:
-    """Ask for memory in large pages: filling it takes a third of the time.
-
-    The system gives pages when they are first written to, of 4 KiB unless it is asked.
-    """
-    if sys.platform != "linux":
-        return
-    extents = sorted(
-        (memory.ctypes.data, memory.ctypes.data + memory.nbytes)
-        for memory, _ in (memory_of(array) for array in arrays if array.nbytes)
-    )
-    merged = [list(extents[0])]
-    for begin, end in extents[1:]:
-        if begin - merged[-1][1] <= _PAGE:  # the allocator's own words lie between them
-            merged[-1][1] = end
-        else:
-            merged.append([begin, end])
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for first, last in merged:
-        begin = -(-first // _PAGE) * _PAGE
-        size = last // _PAGE * _PAGE - begin
-        if size >= _HUGE:
-            advise(begin, size, _HUGE_PAGES)  # a wish: it may be refused
