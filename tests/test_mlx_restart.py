@@ -24,7 +24,7 @@ from lifeboat_cache.mlx import PersistentPromptCache  # noqa: E402
 
 #: The kinds of caches: growing, growing beside others in one layer, rotating, state spaces, and
 #: states beside keys and values.
-KINDS = ("llama", "deepseek", "gemma3", "mamba", "falcon_h1")
+KINDS = ("llama", "deepseek", "gemma3", "mamba", "falcon_h1", "qwen3_next")
 QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
 _ANSWER = 6
 

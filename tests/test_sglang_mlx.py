@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hybrid
 import tiny_llama
 from long_prompt import long_prompt
 from sglang_server import Generation, SglangServer, StartSglang
@@ -200,6 +201,71 @@ def test_requests_at_once_cancelled_ones_and_evicted_slots_each_get_their_own(
         assert restored.storage_tokens > 0
         assert restored.text == before.text
     third.stop(signal.SIGTERM)
+
+
+def test_a_hybrid_models_prompts_come_back_after_a_restart(
+    launch: Launch, home: Path, tmp_path: Path
+) -> None:
+    """Layers with attention and layers with recurrent state, in one model.
+
+    SGLang starts it on MLX only where scheduling does not overlap with computing.
+    """
+    hybrid = tiny_hybrid.write(tmp_path / "hybrid")
+    prompts = [
+        "".join(f"{number} {what}, " for number in range(30)) for what in ("bottles", "candles")
+    ]
+    longer = prompts[0] + "and what was in them? "
+    chunks = [whole(len(prompt)) // CHUNK for prompt in prompts]
+    first = launch(model=hybrid, overlap=False)
+    assert first.log.read_text().count("this model has recurrent state") == 1
+    cold = [first.generate(prompt) for prompt in prompts]
+    assert [one.prompt_tokens for one in cold] == [len(prompt) for prompt in prompts]
+    # Each prompt's chunks, and the state at the end of the last one.
+    wait_until_stored(home, sum(chunks) + len(prompts))
+    expected = first.generate(longer, extra_key="computed")
+    assert expected.cached_tokens == 0
+    first.stop(signal.SIGTERM)
+
+    second = launch(model=hybrid, overlap=False)
+    continued = second.generate(longer)
+    assert continued.storage_tokens == continued.cached_tokens == whole(len(prompts[0]))
+    assert continued.text == expected.text
+    other = second.generate(prompts[1])
+    assert other.storage_tokens == other.cached_tokens == whole(len(prompts[1]))
+    assert other.text == cold[1].text
+    second.stop(signal.SIGTERM)
+
+    third = launch(model=hybrid, overlap=False)
+    for before, found in zip(cold, at_once(third, prompts), strict=True):
+        assert found.storage_tokens == whole(before.prompt_tokens)
+        assert found.text == before.text
+    third.stop(signal.SIGTERM)
+
+
+def test_a_model_with_sliding_windows_is_left_to_sglang(
+    launch: Launch, home: Path, tmp_path: Path
+) -> None:
+    """SGLang's MLX backend keeps no pool for it."""
+    windows = tiny_llama.write(
+        tmp_path / "windows",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=CHUNK,
+    )
+    prompt = "".join(f"{number} bottles, " for number in range(40))
+
+    def answers(switch: str) -> tuple[list[Generation], str]:
+        server = launch(model=windows, switch=switch)
+        found = [server.generate(prompt) for _ in range(2)]
+        server.stop(signal.SIGTERM)
+        return found, server.log.read_text()
+
+    found, log = answers("1")
+    assert log.count("LifeboatCache stands down, SGLang runs without it: ") == 1
+    assert "keeps no pool for models with sliding windows" in log
+    without, _ = answers("0")
+    assert [one.text for one in found] == [one.text for one in without]
+    assert [one.cached_tokens for one in found] == [one.cached_tokens for one in without]
+    assert not stored_files(home, "segment")
 
 
 def test_a_launch_that_names_a_prefix_cache_keeps_its_choice(

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models import deepseek_v3, falcon_h1, gemma3_text, llama, mamba
+from mlx_lm.models import deepseek_v3, falcon_h1, gemma3_text, llama, mamba, qwen3_next
 
 __all__ = ["MODELS", "VOCABULARY", "make", "state_bytes"]
 
@@ -80,6 +80,37 @@ def _falcon_h1(**changes: Any) -> Any:
     return falcon_h1.Model(falcon_h1.ModelArgs(**{**settings, **changes}))
 
 
+def _qwen3_next(**changes: Any) -> Any:
+    """A state in every other layer, keys and values in the others."""
+    settings: dict[str, Any] = {
+        "model_type": "qwen3_next",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 0,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": 1,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 2048,
+        "head_dim": 32,
+        "full_attention_interval": 2,
+    }
+    return qwen3_next.Model(qwen3_next.ModelArgs(**{**settings, **changes}))
+
+
 def _deepseek(**changes: Any) -> Any:
     """Latent attention."""
     settings: dict[str, Any] = {
@@ -103,6 +134,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gemma3": _gemma3,
     "mamba": _mamba,
     "falcon_h1": _falcon_h1,
+    "qwen3_next": _qwen3_next,
     "deepseek": _deepseek,
 }
 

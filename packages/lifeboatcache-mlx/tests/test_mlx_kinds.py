@@ -97,7 +97,7 @@ def test_prompts_with_a_common_prefix_store_it_once(home: Any) -> None:
     cache.close()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mamba", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["gemma3", "mamba", "falcon_h1", "qwen3_next"])
 @pytest.mark.parametrize("length", [40, 64, 90, 200])
 def test_what_cannot_be_cut_is_restored_at_its_exact_length(
     kind: str, length: int, home: Any
