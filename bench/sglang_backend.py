@@ -130,12 +130,18 @@ class _Party:
     def hashes(self, turn: int) -> list[str]:
         return [f"{turn:032x}{page:032x}" for page in range(self.rig.case.pages)]
 
+    def warm_up(self, turn: int) -> None:
+        """Store a page of no prompt: a server begins to write once, not before each prompt."""
+        self._set([f"{turn:032x}{self.rig.case.pages:032x}"])
+
     def set(self, turn: int) -> float:
         """Seconds to store all pages."""
+        return self._set(self.hashes(turn))
+
+    def _set(self, hashes: list[str]) -> float:
         controller, tokens = self.rig.controller, self.rig.case.tokens
-        hashes = self.hashes(turn)
         begin = time.perf_counter()
-        controller.write_storage(self.indices, [], hashes)
+        controller.write_storage(self.indices[: len(hashes) * tokens], [], hashes)
         operation = controller.ack_backup_queue.get(timeout=_PATIENCE_S)
         seconds = time.perf_counter() - begin
         assert operation.completed_tokens == len(hashes) * tokens
@@ -244,8 +250,10 @@ def measure(
 
             def once(who: str, turn: int, found: Samples) -> None:
                 party = parties[who]
+                party.warm_up(turn)
+                before = party.stored()
                 found["set"].append(moved / party.set(turn) / 1e9)
-                found["stored"].append(float(party.stored()))
+                found["stored"].append(float(party.stored() - before))
                 found["get cold"].append(moved / party.get(turn, cold=True) / 1e9)
                 found["get hot"].append(moved / party.get(turn, cold=False) / 1e9)
                 found["exists, per page"].append(party.exists(turn) / case.pages * 1e6)
