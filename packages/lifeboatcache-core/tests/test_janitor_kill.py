@@ -79,7 +79,7 @@ def die_at(count: int, root: Path, clock: Clock, capacity: int | None) -> tuple[
 
         try:
             one = janitor(root, clock, capacity=capacity, **SETTINGS)
-            one._on_step = step
+            one.estate.on_step = step
             for _ in range(4):
                 one.run_once()
                 clock.tick(100)

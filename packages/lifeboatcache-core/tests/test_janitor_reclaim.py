@@ -281,7 +281,7 @@ def test_two_janitors_at_once(open_driver: Open, root: Path, namespace: Namespac
             clock.tick(40)
             busy[1] = False
 
-    both[0]._on_step = interleave
+    both[0].estate.on_step = interleave
     for _ in range(4):
         both[0].run_once()
         clock.tick(40)
@@ -556,9 +556,9 @@ def test_the_directory_goes_away_underneath(root: Path, namespace: Namespace) ->
         if step == "evict":
             subprocess.run(["rm", "-rf", str(root)], check=True)
 
-    one._on_step = remove
+    one.estate.on_step = remove
     one.run_once()
-    one._on_step = None
+    one.estate.on_step = None
     assert one.run_once().used_after == 0
 
 

@@ -16,7 +16,7 @@ from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.format.journal import Entries, parse_entries
 from lifeboat_cache.integrity import IntegrityKey, namespace_with_integrity
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, copying
-from lifeboat_cache.janitor import janitor as module
+from lifeboat_cache.janitor.steps import rewriting
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.store.block_store import BlockStore
@@ -213,7 +213,7 @@ def test_copies_do_not_touch_the_reserve(small_disk: Path, namespace: Namespace)
 def test_copies_overshoot_the_capacity_by_a_bounded_amount(
     root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LENT_BYTES", 5 * SIZE)
+    monkeypatch.setattr(rewriting, "_LENT_BYTES", 5 * SIZE)
     for first in range(0, 64, 16):
         leave(root, chain(first, 16), namespace, SIZE)
     store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1)

@@ -77,8 +77,8 @@ def test_a_block_that_is_used_all_the_time_goes_too(root: Path, namespace: Names
     clock = Clock(THEN + 10 * HOUR)
     leave(root, chain(0, 4, THEN), namespace, SIZE)
     one = janitor(root, clock, max_age_s=2.0 * HOUR)
-    one._survey()
-    for segment in one._segments():
+    one.estate.survey()
+    for segment in one.estate.segments():
         segment.rows.array["used"] = THEN + 10 * HOUR
     assert one.run_once().expired_blocks == 4
 

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["SHARED_GRACE_S", "JanitorClock", "JanitorPolicy"]
+__all__ = ["MOST_INTERVAL_S", "SHARED_GRACE_S", "JanitorClock", "JanitorPolicy"]
 
 #: The least grace on a directory that other hosts use too. They ask the server each time they
 #: look, every 2 s; what they have begun to load may take its time on a slow network.
 SHARED_GRACE_S = 90.0
+
+#: Seconds; who runs less often than this is no reason for a larger headroom.
+MOST_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a janitor does in a run, one after the other."""

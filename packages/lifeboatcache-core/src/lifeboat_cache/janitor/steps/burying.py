@@ -1,0 +1,61 @@
+"""A step of the janitor: what tombstones name is dead."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lifeboat_cache.errors import NewerFormatError
+from lifeboat_cache.janitor.catalogue import Segment, Writer
+from lifeboat_cache.janitor.estate import DeadBits, Estate
+
+__all__ = ["Burier"]
+
+
+class Burier:
+    """Sets the dead bits of what tombstones name."""
+
+    def __init__(self, estate: Estate) -> None:
+        self._estate = estate
+
+    def run(self) -> None:
+        """Set the dead bits of what tombstones name."""
+        self._estate.step("bury")
+        plan = DeadBits()
+        for namespace in self._estate.namespaces.values():
+            writers = namespace.catalogue.writers
+            for writer in writers.values():
+                if writer.untouchable:
+                    continue
+                for place, slots in list(writer.tombstones.items()):
+                    segment = self._named(writers, *place)
+                    if segment is None:
+                        if self._gone(writers, *place):
+                            del writer.tombstones[place]
+                        continue
+                    wanted = np.array(sorted(slots), dtype=np.int64)
+                    try:
+                        dead = segment.bitmap.read()
+                    except NewerFormatError:
+                        continue
+                    there = (wanted < dead.shape[0]) & (
+                        dead[np.minimum(wanted, dead.shape[0] - 1)] if dead.shape[0] else False
+                    )
+                    if there.all():
+                        del writer.tombstones[place]
+                    else:
+                        plan.slots.append((segment, wanted[~there]))
+        self._estate.report.buried_blocks += self._estate.mark(plan)
+
+    @staticmethod
+    def _named(writers: dict[str, Writer], owner: str, number: int) -> Segment | None:
+        writer = writers.get(owner)
+        if writer is None or writer.untouchable:
+            return None
+        segment = writer.segments.get(number)
+        return None if segment is None or segment.untouchable else segment
+
+    @staticmethod
+    def _gone(writers: dict[str, Writer], owner: str, number: int) -> bool:
+        """Whether a tombstone's record does not exist any more."""
+        writer = writers.get(owner)
+        return writer is None or number not in writer.segments
