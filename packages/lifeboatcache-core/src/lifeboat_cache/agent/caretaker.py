@@ -269,21 +269,7 @@ class Caretaker:
             raise _EndedError
 
     def _note(self, report: JanitorReport) -> None:
-        totals = self._totals.copy()
-        totals.update(
-            janitor_passes=1,
-            evicted_blocks=report.evicted_blocks,
-            evicted_bytes=report.evicted_bytes,
-            expired_blocks=report.expired_blocks,
-            corrupt_blocks=report.corrupt_blocks,
-            reclaimed_bytes=report.punched_bytes + report.removed_bytes + report.trimmed_bytes,
-            removed_segments=report.segments_removed,
-            compacted_segments=report.compacted_segments + report.merged_segments,
-            compacted_bytes=report.copied_bytes,
-        )
-        # Seconds are no whole number, which a Counter takes all the same.
-        totals["janitor_seconds"] += report.seconds  # type: ignore[assignment]
-        self._totals = totals
+        self._totals = report.add_to(self._totals)
         if not report.busy:
             self._report = report
         self._problem = "; ".join(report.problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,6 +110,26 @@ class JanitorReport:
         text = getattr(error, "strerror", None) or str(error)
         if len(self.problems) < _MOST_PROBLEMS:
             self.problems.append(f"{what}: {text}")
+
+    def add_to(self, totals: Counter[str]) -> Counter[str]:
+        """Totals of all runs, by the names of the registry's counters, with this one."""
+        after = totals.copy()
+        after.update(
+            janitor_passes=1,
+            evicted_blocks=self.evicted_blocks,
+            evicted_bytes=self.evicted_bytes,
+            expired_blocks=self.expired_blocks,
+            corrupt_blocks=self.corrupt_blocks,
+            reclaimed_bytes=self.punched_bytes + self.removed_bytes + self.trimmed_bytes,
+            removed_segments=self.segments_removed,
+            compacted_segments=self.compacted_segments + self.merged_segments,
+            compacted_bytes=self.copied_bytes,
+        )
+        # Seconds are no whole number, which a Counter takes all the same.
+        after["janitor_seconds"] += self.seconds  # type: ignore[assignment]
+        for verb, count in self.requests.items():
+            after[f"janitor_requests:{verb}"] += count
+        return after
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON-able mapping."""

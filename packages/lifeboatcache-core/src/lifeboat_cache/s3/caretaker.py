@@ -224,23 +224,7 @@ class S3Caretaker:
             raise _EndedError
 
     def _note(self, report: JanitorReport) -> None:
-        totals = self._totals.copy()
-        totals.update(
-            janitor_passes=1,
-            evicted_blocks=report.evicted_blocks,
-            evicted_bytes=report.evicted_bytes,
-            expired_blocks=report.expired_blocks,
-            corrupt_blocks=report.corrupt_blocks,
-            reclaimed_bytes=report.removed_bytes + report.trimmed_bytes,
-            removed_segments=report.segments_removed,
-            compacted_segments=report.compacted_segments,
-            compacted_bytes=report.copied_bytes,
-        )
-        # Seconds are no whole number, which a Counter takes all the same.
-        totals["janitor_seconds"] += report.seconds  # type: ignore[assignment]
-        for verb, count in report.requests.items():
-            totals[f"janitor_requests:{verb}"] += count
-        self._totals = totals
+        self._totals = report.add_to(self._totals)
         self._in_vain = self._keeping.eviction == "none"
         if not report.busy:
             self._report = report
