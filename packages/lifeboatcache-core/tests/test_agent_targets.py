@@ -147,7 +147,7 @@ def test_dead_disk_holds_up_only_its_own_target(
     run_once = janitor.Janitor.run_once
 
     def run(self: janitor.Janitor) -> JanitorReport:
-        if self._root == dead:
+        if self.estate.root == dead:
             answer.wait()
         return run_once(self)
 
