@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from lifeboat_cache.s3.health import Health
 from lifeboat_cache.s3.landing import LandingArea
 from lifeboat_cache.s3.names import FeedName, Names, parse_feed
 from lifeboat_cache.s3.pace import Pace
+from lifeboat_cache.s3.reader import S3Reader
 from lifeboat_cache.s3.settings import S3Settings
 from lifeboat_cache.s3.slice_cache import SliceCache, forget_unused
 from lifeboat_cache.s3.slices import pack_gone, pack_slice, unpack_gone, unpack_slice
@@ -352,6 +354,62 @@ def test_a_bucket_that_cannot_be_listed_is_not_asked_at_every_look(tmp_path: Pat
         with pytest.raises(S3Error):
             catalog.refresh(whole=True)
     assert not catalog.complete
+
+
+@pytest.mark.parametrize("where", ["entry", "header"])
+@pytest.mark.parametrize("kept", [False, True], ids=["on the way", "in the cache"])
+def test_a_slice_that_came_damaged_is_fetched_again(tmp_path: Path, where: str, kept: bool) -> None:
+    namespace, writer = bytes(range(32)), bytes(range(16))
+    data = pack_slice(namespace, writer, 7, entries())
+    spoiled = bytearray(data)
+    spoiled[4096 + 60 if where == "entry" else 20] ^= 1
+    name = FeedName(1000, writer, 7, 12288)
+
+    class Once:
+        where = "s3://kv"
+        answers: ClassVar = [data] if kept else [bytes(spoiled), data]
+
+        def now(self) -> float:
+            return 1e9
+
+        def objects(self, prefix: str, after: str = "") -> list[Any]:
+            return [SimpleNamespace(key=f"{prefix}{name}")]
+
+        def get(self, key: str) -> bytes:
+            return self.answers.pop(0)
+
+    cache = SliceCache(tmp_path, lambda: 1 << 40)
+    if kept:
+        cache.put(name, bytes(spoiled))
+    catalog = Catalog(cast(S3Client, Once()), Names.of(""), namespace, cache)
+    catalog.refresh(whole=True)
+    found, bad = catalog.entries(name)
+    assert found["slot"].tolist() == [0, 1, 2]
+    assert not bad
+    assert cache.get(name) == data
+    assert not Once.answers
+
+
+def test_a_slice_that_cannot_be_had_is_asked_for_again() -> None:
+    names = [FeedName(1000 + number, bytes(16), number, 12288) for number in range(3)]
+    faults = [of_answer("b", 503, "SlowDown"), of_answer("b", 404, "NoSuchKey")]
+    said: list[str] = []
+
+    def read(name: FeedName) -> tuple[Any, int]:
+        if name.number and faults:
+            raise faults.pop(0)
+        return entries(), 0
+
+    reader = S3Reader.__new__(S3Reader)
+    catalog = SimpleNamespace(slices=lambda since: names[since:], entries=read)
+    reader._catalog = cast(Catalog, catalog)
+    reader._archive = cast(Any, SimpleNamespace(health=SimpleNamespace(bad=said.append)))
+    reader._slices, reader._unread = 0, []
+    assert [page.entries.shape[0] for page in reader._new(None)] == [3]
+    assert len(said) == 1
+    # What has been deleted meanwhile holds nothing; what comes behind it is read all the same.
+    assert [page.entries.shape[0] for page in reader._new(None)] == [0, 3]
+    assert list(reader._new(None)) == []
 
 
 def test_slices_are_kept_where_there_is_room_and_dropped_when_nobody_wants_them(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -140,13 +139,25 @@ class Catalog:
             If it cannot be had.
         """
         data = self._cache.get(name)
-        if data is not None:
-            with contextlib.suppress(NewerFormatError):
-                try:
-                    return unpack_slice(data, self._digest, name)
-                except FormatError:  # the local disk has damaged it
-                    pass
-        return unpack_slice(self._fetch(name), self._digest, name)
+        # What the local disk, or the way to it, has damaged is not kept for ever.
+        if data is None or not self._whole(data, name):
+            data = self._fetch_slice(name)
+            self._cache.put(name, data)
+        return unpack_slice(data, self._digest, name)
+
+    def _whole(self, data: bytes, name: FeedName) -> bool:
+        """Whether nothing of a slice is damaged, as far as this release can tell."""
+        try:
+            return not unpack_slice(data, self._digest, name)[1]
+        except NewerFormatError:
+            return True
+        except FormatError:
+            return False
+
+    def _fetch_slice(self, name: FeedName) -> bytes:
+        """A slice; once more if it comes damaged, which the way may have done."""
+        data = self._fetch(name)
+        return data if self._whole(data, name) else self._fetch(name)
 
     # What changes it --------------------------------------------------------
 
@@ -225,7 +236,7 @@ class Catalog:
         if self._cache.get(name) is not None:
             return True
         try:
-            data = self._fetch(name)
+            data = self._fetch_slice(name)
         except S3Error as exc:
             if exc.fault is Fault.MISSING:
                 return False

@@ -78,6 +78,7 @@ class S3Reader(TargetReader):
         self._sources: dict[int, Source] = {}
         self._first = True
         self._slices = self._gone = 0
+        self._unread: list[FeedName] = []  # slices that could not be had yet
         self._doubts: dict[_Slot, float] = {}
         archive.uploader.start()
 
@@ -107,16 +108,21 @@ class S3Reader(TargetReader):
             self._first = False
 
     def _new(self, skip: bytes | None) -> Iterator[JournalPage]:
-        for name in self._catalog.slices(self._slices):
-            self._slices += 1
-            if name.writer == skip:
-                continue
-            entries, bad = self._entries(name)
+        new = self._catalog.slices(self._slices)
+        self._slices += len(new)
+        self._unread += [name for name in new if name.writer != skip]
+        while self._unread:
+            found = self._entries(self._unread[0])
+            if found is None:
+                return  # at the next poll
+            name = self._unread.pop(0)
+            entries, bad = found
             yield JournalPage(name.writer, entries[:_PAGE_ENTRIES], bad)
             for first in range(_PAGE_ENTRIES, entries.shape[0], _PAGE_ENTRIES):
                 yield JournalPage(name.writer, entries[first : first + _PAGE_ENTRIES], 0)
 
-    def _entries(self, name: FeedName) -> tuple[Entries, int]:
+    def _entries(self, name: FeedName) -> tuple[Entries, int] | None:
+        """What a slice holds; ``None`` if it cannot be had now."""
         try:
             return self._catalog.entries(name)
         except NewerFormatError:
@@ -124,12 +130,14 @@ class S3Reader(TargetReader):
         except FormatError:
             return _NOTHING, 1
         except OSError as exc:
-            _log.warning("LifeboatCache: %s cannot be read: %s", name, exc)
-            return _NOTHING, 0
+            if isinstance(exc, S3Error) and exc.fault is Fault.MISSING:
+                return _NOTHING, 0  # deleted meanwhile, with what it names
+            self._archive.health.bad(str(exc))
+            return None
 
     @property
     def complete(self) -> bool:
-        return self._local.complete and self._catalog.complete
+        return self._local.complete and self._catalog.complete and not self._unread
 
     def take_vanished(self) -> list[tuple[bytes, int | None]]:
         catalog = self._catalog
