@@ -211,6 +211,17 @@ def test_what_needs_no_decoding_goes_straight_to_its_memory_and_is_verified_ther
         assert outcomes == ALL_OK
 
 
+def test_one_load_takes_what_is_uploaded_and_what_is_staged(node: MakeNode) -> None:
+    """Parts of both kinds were missing: what is staged lay in no object."""
+    a = node("a")
+    assert set(a.keep(0, 20)) == {Outcome.OK}
+    a.upload()
+    assert set(a.keep(20)) == {Outcome.OK}
+    for _ in range(2):
+        assert set(a.load().tolist()) == {Outcome.OK}
+    assert a.hits() == BLOCKS
+
+
 def test_what_is_stored_later_is_found_by_those_who_run(node: MakeNode) -> None:
     a, b = node("a"), node("b")
     assert b.hits() == 0

@@ -226,7 +226,7 @@ class Fetcher:
         deadline, ready, failed = waited[0].deadline, waited[0].ready, waited[0].failed
         ranges = _ranges(tasks, sources)
         landing: Landing | None = None
-        if not _lead_straight(ranges):
+        if not _lead_straight(tasks, ranges):
             size = 0
             for one in ranges:
                 one.at = size
@@ -271,8 +271,8 @@ class Fetcher:
         # Segments that went while their loads waited.
         found = {(id(task), run) for one in ranges for task, run in one.runs}
         for task in group.tasks:
-            for run, (_, _, begin, count, *_) in enumerate(task.runs.tolist()):
-                if (id(task), run) not in found:
+            for run, (fd, _, begin, count, *_) in enumerate(task.runs.tolist()):
+                if fd < -1 and (id(task), run) not in found:
                     group.lost.append((task, begin, begin + count, Outcome.MISSING))
         return pieces
 
@@ -386,8 +386,10 @@ def _ranges(tasks: Sequence[IoTask], sources: Callable[[int], Source | None]) ->
     return found
 
 
-def _lead_straight(ranges: Sequence[_Range]) -> bool:
-    """Have ranges read to the caller's memory, if that goes for all of them."""
+def _lead_straight(tasks: Sequence[IoTask], ranges: Sequence[_Range]) -> bool:
+    """Have ranges read to the caller's memory, if that goes for all that the tasks read."""
+    if any((task.runs[:, 0] >= -1).any() for task in tasks):
+        return False  # what is staged here is read by the kernels, when the rest has come
     for one in ranges:
         for task, run in one.runs:
             views = views_of(task, run)
