@@ -57,7 +57,7 @@ for module, names in (
     (lease, ("JANITOR_LEASE_S", "_BEAT_S")),
     (server_clock, ("_ASK_AGAIN_S",)),
     (journal_reader, ("_VISIBLE_S", "_FIRST_PROBE_S", "_LAST_PROBE_S")),
-    (_catalogue, ("_VISIBLE_S",)),
+    (_catalogue, ("_VISIBLE_S", "_PATIENCE_S")),
     (block_store, ("_TAIL_S", "_WRITER_RETRY_S")),
 ):
     for name in names:

@@ -14,13 +14,14 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lifeboat_cache import system
 from lifeboat_cache.errors import TargetError
-from lifeboat_cache.janitor import Janitor, JanitorClock, JanitorPolicy
+from lifeboat_cache.janitor import Janitor, JanitorClock, JanitorPolicy, catalogue, journal_follower
 from lifeboat_cache.janitor import lease as janitor_lease
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
@@ -379,6 +380,36 @@ def test_entries_that_come_late_are_waited_for(
         file.write(data)
     assert until(lambda: other.lookup(range(8)) == [Lookup.HIT] * 8)
     assert other.load(range(8)) == [OK] * 8
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["all", "the rest"])
+def test_a_janitor_removes_nothing_whose_entries_may_come_late(
+    node: Callable[..., StoreDriver], root: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """The writer is dead; of its journal a page reads as zeros, for longer than a minute."""
+    monkeypatch.setattr(catalogue, "_VISIBLE_S", 0.0)
+    one = node()
+    assert one.store(range(8)) == [OK] * 8
+    assert all(one.delete(range(first)))
+    assert one.block_store.close()
+    (journal,) = root.glob("*/*.journal")
+    data = journal.read_bytes()
+    with journal.open("r+b") as file:
+        file.seek(4096 + 128 * first)
+        file.write(bytes(len(data) - file.tell()))
+    for lock in root.glob("*/*.lock"):
+        lock.unlink()
+    now = time.monotonic()
+    clock = JanitorClock(lambda: now, time.time)
+    monkeypatch.setattr(journal_follower, "time", SimpleNamespace(monotonic=lambda: now))
+    keeper = Janitor(FilesystemTarget(root, kind="nfs"), policy=JanitorPolicy(), clock=clock)
+    for _ in range(4):
+        keeper.run_once()
+        now += 150.0
+    with journal.open("r+b") as file:
+        file.write(data)
+    other = node()
+    assert other.load(range(first, 8)) == [OK] * (8 - first)
 
 
 @pytest.mark.usefixtures("both_kernels")

@@ -58,6 +58,10 @@ _LATEST = (1 << 32) - 1
 #: What a host had flushed when it died is seen by others after so many seconds at the latest.
 _VISIBLE_S = 60.0
 
+#: What is bad in a journal of a directory that other hosts use too is looked at again for so many
+#: seconds: what stays unknown is removed with its segment, and there is no hurry with that.
+_PATIENCE_S = 600.0
+
 #: No segment has so many records; a bitmap of 2 MiB would be needed for them.
 _MOST_SLOTS = 1 << 24
 
@@ -364,7 +368,7 @@ class Catalogue:
         if writer.journal is None:
             writer.journal = JournalFollower(writer.path("journal"), writer.id, self.digest)
         try:
-            patience_s = _VISIBLE_S if traits_of(self.directory).shared else 0.0
+            patience_s = _PATIENCE_S if traits_of(self.directory).shared else 0.0
             for entries, numbers in writer.journal.read(final=final, patience_s=patience_s):
                 self._take(writer, entries, numbers)
         except FileNotFoundError:

@@ -66,6 +66,8 @@ class Reclaimer:
         # Cut off by a janitor or a purge that did not get to unlinking it.
         cut = segment.size < HEADER_BYTES
         dead = bool(ripe.all()) and (writer.complete or len(segment.rows) > 0)
+        if dead and writer.journal is not None and writer.journal.waiting:
+            dead = False  # more of its records may become known
         if settled and (cut or dead):
             if not cut and len(segment.rows) and not self._confirmed(segment, ripe):
                 return 0
