@@ -34,7 +34,7 @@ CHUNK_BYTES = CHUNK * 2 * 23_040
 COPIES_BYTES = 256 << 20
 
 
-def until(what: Callable[[], Any], wanted: str, *, timeout_s: float = 120.0) -> Any:
+def until(what: Callable[[], Any], wanted: str, *, timeout_s: float = 600.0) -> Any:
     """Ask until the answer is true."""
     give_up = time.monotonic() + timeout_s
     while not (answer := what()):
