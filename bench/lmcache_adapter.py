@@ -6,8 +6,8 @@ Ours beside LMCache's own adapters `fs` and `fs_native` (with O_DIRECT and throu
 cache) and its fp8 serde on `fs_native`, with LMCache's own keys, objects and descriptors,
 called as its controllers do: tasks of an eighth of the objects, so many of them under way at
 the same time as --in-flight says. Beside the medium itself (large reads and writes of the
-same bytes and the same memory by several threads), the page cache and a copy in memory.
-Speeds are in bytes of KV.
+same bytes and the same memory by several threads; as many at a time as the tasks under way
+have, where that is one), the page cache and a copy in memory. Speeds are in bytes of KV.
 
 With 64 objects of 16 MiB it needs about 5 GB of memory and 6 GB of the medium: .dev/bench
 unless --root names another place.
@@ -224,9 +224,18 @@ def measure(
         for number, party in enumerate(parties):
             made[party] = _Party(party, place / f"party-{number}", memory)
         block = min(size, 1 << 20)
-        with RawProcess(place / "raw", size=moved, block=block, depth=_DEPTH) as process:
+        # With one task under way nobody can know what the next one asks for: the medium has
+        # nothing to do from the end of one to the begin of the next, whoever reads.
+        wave = moved // _TASKS if flight == 1 else None
+        with RawProcess(place / "raw", size=moved, block=block, depth=_DEPTH, wave=wave) as process:
             raw = RawHere(
-                process, place / "raw", _begin(targets, size), moved, block=block, depth=_DEPTH
+                process,
+                place / "raw",
+                _begin(targets, size),
+                moved,
+                block=block,
+                depth=_DEPTH,
+                wave=wave,
             )
             both = SideBySide(raw, moved, write="store", cold="load cold", hot="load hot")
             both.run(parties, rounds, once)

@@ -29,7 +29,7 @@ class RawHere:
         That of the process: the page cache is read by it from the file that is written here.
     address, size
         Of the memory; it begins on a page boundary.
-    block, depth
+    block, depth, wave
         As of :class:`RawProcess`.
     """
 
@@ -42,12 +42,19 @@ class RawHere:
         *,
         block: int,
         depth: int,
+        wave: int | None = None,
     ) -> None:
         self._process = process
         self.direct = process.direct
         memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
         self._file = RawFile(
-            directory / "raw", memory, memory, block=block, depth=depth, direct=self.direct
+            directory / "raw",
+            memory,
+            memory,
+            block=block,
+            depth=depth,
+            direct=self.direct,
+            wave=wave,
         )
 
     def run(self, operation: str, rest: Callable[[], None]) -> float:

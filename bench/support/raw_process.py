@@ -42,13 +42,17 @@ class RawProcess:
         Bytes of a block.
     depth
         Calls that are under way at the same time.
+    wave
+        As of :class:`~lifeboat_cache.bench.RawFile`.
     """
 
-    def __init__(self, directory: Path, *, size: int, block: int, depth: int) -> None:
+    def __init__(
+        self, directory: Path, *, size: int, block: int, depth: int, wave: int | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.direct = supports_direct(directory, "auto")
         self._process = subprocess.Popen(
-            [sys.executable, __file__, directory, str(size), str(block), str(depth)],
+            [sys.executable, __file__, directory, *map(str, (size, block, depth, wave or size))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "LIFEBOAT_BENCH_DIRECT": str(int(self.direct))},
@@ -111,11 +115,13 @@ def _memory(size: int) -> npt.NDArray[np.uint8]:
     return array
 
 
-def _serve(directory: Path, size: int, block: int, depth: int, *, direct: bool) -> None:
+def _serve(directory: Path, size: int, block: int, depth: int, wave: int, *, direct: bool) -> None:
     source, target = _memory(size), _memory(size)
 
     def raw(name: str, threads: int) -> RawFile:
-        return RawFile(directory / name, source, target, block=block, depth=threads, direct=direct)
+        return RawFile(
+            directory / name, source, target, block=block, depth=threads, direct=direct, wave=wave
+        )
 
     one = raw("raw", depth)
     # In both directions at once the threads are shared, as those of a store are.
@@ -151,6 +157,6 @@ def _at_once(*moves: Callable[[], float]) -> float:
 if __name__ == "__main__":
     _serve(
         Path(sys.argv[1]),
-        *map(int, sys.argv[2:5]),
+        *map(int, sys.argv[2:6]),
         direct=os.environ["LIFEBOAT_BENCH_DIRECT"] == "1",
     )

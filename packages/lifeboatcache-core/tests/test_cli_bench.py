@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -252,10 +253,15 @@ def test_wrong_bytes_end_the_run(
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 4096])
-def test_raw_files_move_every_byte(tmp_path: Path, direct: bool, size: int) -> None:
+@pytest.mark.parametrize("wave", [None, 256 << 10, 1 << 19])
+def test_raw_files_move_every_byte(
+    tmp_path: Path, direct: bool, size: int, wave: int | None
+) -> None:
     source, target = aligned_memory(size), aligned_memory(size)
     source[:] = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
-    raw = RawFile(tmp_path / "raw", source, target, block=64 << 10, depth=3, direct=direct)
+    raw = RawFile(
+        tmp_path / "raw", source, target, block=64 << 10, depth=3, direct=direct, wave=wave
+    )
     try:
         assert raw.write() > 0
     except OSError:
@@ -270,6 +276,30 @@ def test_raw_files_move_every_byte(tmp_path: Path, direct: bool, size: int) -> N
         raw.read()
     raw.close()
     assert not (tmp_path / "raw").exists()
+
+
+def test_no_call_of_a_wave_begins_before_the_last_wave_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = aligned_memory(1 << 20), aligned_memory(1 << 20)
+    wave = 256 << 10
+    raw = RawFile(
+        tmp_path / "raw", source, target, block=64 << 10, depth=4, direct=False, wave=wave
+    )
+    raw.write()
+    read, done = os.preadv, deque[int]()
+
+    def slowly(fd: int, pieces: list[memoryview], at: int) -> int:
+        assert len(done) >= at // wave * (wave >> 16), "a wave began before the last one was done"
+        moved = read(fd, pieces, at)
+        time.sleep(0.001 * (at >> 16 & 3))
+        done.append(at)
+        return moved
+
+    monkeypatch.setattr(os, "preadv", slowly)
+    raw.read()
+    assert sorted(done) == list(range(0, 1 << 20, 64 << 10))
+    raw.close()
 
 
 def test_a_table_without_rows_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:

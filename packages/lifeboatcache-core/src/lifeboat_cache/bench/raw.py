@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,9 @@ class RawFile:
         Calls that are under way at the same time.
     direct
         Whether to use O_DIRECT.
+    wave
+        Bytes after which all calls have to be done before the next ones begin, as where an
+        engine asks for so much, and for more once it has that; ``None``: never.
     """
 
     def __init__(
@@ -59,12 +63,14 @@ class RawFile:
         block: int,
         depth: int,
         direct: bool,
+        wave: int | None = None,
     ) -> None:
         self._path = path
         self._open = open_direct if direct else open_file
         self._depth = depth
         self._size = source.nbytes
-        aim = min(_CALL_BYTES, -(-self._size // (depth * _CALLS_PER_THREAD)))
+        self._wave = wave or self._size
+        aim = min(_CALL_BYTES, -(-self._wave // (depth * _CALLS_PER_THREAD)))
         self._step = max(1, min(MAX_PIECES, aim // block)) * block
         self._source = self._cut(source, block)
         self._target = self._cut(target, block)
@@ -72,11 +78,13 @@ class RawFile:
     def _cut(self, memory: npt.NDArray[np.uint8], block: int) -> list[_Call]:
         view = memory.data.cast("B")
         calls = []
-        for start in range(0, self._size, self._step):
-            end = min(self._size, start + self._step)
-            bounds = range(start, end, block)
-            pieces = [view[at : min(end, at + block)] for at in bounds]
-            calls.append((pieces, start, end - start))
+        for first in range(0, self._size, self._wave):
+            last = min(self._size, first + self._wave)
+            for start in range(first, last, self._step):
+                end = min(last, start + self._step)
+                bounds = range(start, end, block)
+                pieces = [view[at : min(end, at + block)] for at in bounds]
+                calls.append((pieces, start, end - start))
         return calls
 
     def _in_parallel(
@@ -86,23 +94,29 @@ class RawFile:
         threads: int,
     ) -> float:
         """Seconds until all calls have been made."""
-        left = deque(calls)
+        waves = [deque(group) for _, group in groupby(calls, lambda call: call[1] // self._wave)]
         gate = threading.Event()
+        done = threading.Barrier(threads)
         errors: list[BaseException] = []
 
         def work() -> None:
             gate.wait()
             try:
-                while True:
-                    try:
-                        pieces, at, size = left.popleft()
-                    except IndexError:
-                        return
-                    if move(pieces, at) != size:
-                        raise OSError("a short read or write: is the disk full?")
+                for left in waves:
+                    while left:
+                        try:
+                            pieces, at, size = left.popleft()
+                        except IndexError:
+                            break  # another thread has taken the last one
+                        if move(pieces, at) != size:
+                            raise OSError("a short read or write: is the disk full?")
+                    if left is not waves[-1]:
+                        done.wait()
+            except threading.BrokenBarrierError:
+                return  # another thread has failed
             except BaseException as error:
                 errors.append(error)
-                left.clear()
+                done.abort()
 
         workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
         for worker in workers:
