@@ -2,18 +2,19 @@
 
     python3 tools/dev.py bench s3
 
-The server is the tests' own (SeaweedFS), on this machine, so that it takes part of the
-cores from both sides alike. Restoring goes through a mover, as for an engine: the blocks
-are looked up, read from the bucket, verified, decoded and copied to the caller's memory.
-The limit is boto3 reading ranges of 8 MiB of the same objects with 8 threads. Storing is
-measured from the first block until the last object is in the bucket, in the process that
-uploads; the limit is boto3 putting as many bytes in objects of 32 MiB with 4 threads. All
-take turns. GB/s are of KV; with fp8 fewer bytes move, and the limit still moves all.
+The server is the tests' own (SeaweedFS), on this machine; with `--cores apart` it has one half of
+the cores, and who asks it the other one, as two machines have cores of their own. Restoring goes
+through a mover, as for an engine: the blocks are looked up, read from the bucket, verified,
+decoded and copied to the caller's memory. The limit is boto3 reading ranges of 8 MiB of the same
+objects with 8 threads. Storing is measured from the first block until the last object is in the
+bucket, in the process that uploads; the limit is boto3 putting as many bytes in objects of 32 MiB
+with 4 threads. All take turns. GB/s are of KV; with fp8 fewer bytes move, and the limit still
+moves all.
 
-On one machine the server, the mover and the caller share the cores, and cores are what they are
-short of, where between machines it is the network as a rule. So restoring is measured over a
-link of --gbps as well, for both sides: all they send and get passes through one process, which
-lets no more than that pass.
+With `--cores shared` the server takes from both sides what it needs, which is most of two cores:
+what is compared then is the cores that all of it takes together. Between machines it is the
+network that is short as a rule. So restoring is measured over a link of --gbps as well, for both
+sides: all they send and get passes through one process, which lets no more than that pass.
 
 It also says how many requests storing, restoring and an eviction take. With 256 MiB it
 needs about 3 GB of memory and 4 GB of disk in .dev/bench unless --root names another place.
@@ -267,6 +268,7 @@ class Node:
         problem = spawn(AgentPlaces.of(home), arguments, path)
         if problem or not self._store.wait_recovered(_PATIENCE_S):
             raise RuntimeError(problem or self._store.reason)
+        _stay_here("--mover", target_key(tier))
         self._store.describe(blocks.layout)
         self._keys = sample_keys(range(blocks.count))
         give_up = time.monotonic() + _PATIENCE_S
@@ -414,6 +416,34 @@ def _count(requests: dict[str, int], done: tuple[float, dict[str, int]]) -> floa
     return done[0]
 
 
+def _stay_here(*arguments: str) -> None:
+    """Bind processes with these arguments to the cores of this one: a mover uses all there are."""
+    wanted = b"\0".join(argument.encode() for argument in arguments)
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (path / "cmdline").read_bytes():
+                for thread in (path / "task").iterdir():
+                    os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
+
+
+@contextmanager
+def _started(place: Path, *, apart: bool) -> Iterator[S3Server]:
+    """The server; if ``apart``, on half of the cores, and all that follows on the other half."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    if apart and not half:
+        raise SystemExit("there is one core only: say --cores shared")
+    try:
+        if apart:
+            os.sched_setaffinity(0, cores[:half])  # its threads have what this one has
+        with S3Server(place) as server:
+            if apart:
+                os.sched_setaffinity(0, cores[half:])
+            yield server
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dev.py bench s3",
@@ -424,6 +454,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=LEAST_PAIRS)
     parser.add_argument("--mib", type=int, default=256, help="MiB of KV that each round moves")
     parser.add_argument("--gbps", type=float, default=2.0, help="bandwidth of the link")
+    parser.add_argument(
+        "--cores",
+        choices=("apart", "shared"),
+        default="apart",
+        help="whether the server has cores of its own",
+    )
     parser.add_argument("--root", type=Path, help="where to put the files on disk")
     parser.add_argument(
         "--no-compile", action="store_true", help="do not compile kernels that are not there"
@@ -436,7 +472,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine_use("before")
     with (
         bench_directory("s3", "disk", arguments.root) as place,
-        S3Server(place / "server") as server,
+        _started(place / "server", apart=arguments.cores == "apart") as server,
     ):
         os.environ.update(server.environment())
         measure(
