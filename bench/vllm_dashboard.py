@@ -6,7 +6,7 @@ One real server with the cache, whose agent serves the dashboard. In each round 
 sent while the overview is open and refreshes itself, as a browser does it but every second
 instead of every five, and while nobody looks; in turn, in the order ABBA. After a page was
 closed the dashboard goes on looking for half a minute, which is waited for. The limit is the
-same server with the page closed. Takes six minutes with 7 rounds on 2 cores.
+same server with the page closed. Takes about eight minutes with 7 rounds on 2 cores.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--prompts", type=int, default=2, help="of a measurement")
-    parser.add_argument("--days", type=int, default=12, help="length of a prompt, 86 tokens a day")
-    parser.add_argument("--max-tokens", type=int, default=32, help="length of an answer")
+    parser.add_argument("--prompts", type=int, default=1, help="of a measurement")
+    parser.add_argument("--days", type=int, default=4, help="length of a prompt, 86 tokens a day")
+    parser.add_argument("--max-tokens", type=int, default=16, help="length of an answer")
     arguments = parser.parse_args(argv)
     if arguments.rounds < LEAST_PAIRS:
         parser.error(f"an interval needs at least {LEAST_PAIRS} rounds")
