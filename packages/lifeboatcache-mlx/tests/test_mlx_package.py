@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import mlx.core as mx
 import mlx_models
 import pytest
 from mlx_lm.models import cache as caches
+from suites import compiled_kernels
 
 from lifeboat_cache.cli.parser import build_parser
 from lifeboat_cache.doctor import DoctorContext
@@ -141,3 +143,25 @@ def test_the_command_and_the_doctor_do_without_mlx() -> None:
         "for n in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kernels_are_loaded_while_a_script_loads_its_model(pytestconfig: pytest.Config) -> None:
+    code = (
+        "import threading\n"
+        "from lifeboat_cache.mlx import PersistentPromptCache\n"
+        "from lifeboat_cache import kernels\n"
+        "for thread in threading.enumerate():\n"
+        "    if thread is not threading.main_thread():\n"
+        "        thread.join()\n"
+        "print(kernels.ready())\n"
+    )
+    home = compiled_kernels(pytestconfig)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "LIFEBOAT_CACHE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True\n"
+    assert not done.stderr

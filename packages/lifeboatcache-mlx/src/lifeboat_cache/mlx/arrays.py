@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DTYPES", "bytes_of", "dtype_name", "from_bytes", "memory_of"]
+__all__ = ["DTYPES", "bytes_of", "dtype_name", "from_bytes", "memories_of", "memory_of"]
 
 #: MLX's types by the names they are stored under.
 DTYPES: dict[str, Any] = {
@@ -49,36 +49,48 @@ def _shared(array: mx.array) -> mx.array:
 
 
 def memory_of(array: mx.array, *, row: int = 1) -> tuple[npt.NDArray[Any], mx.array]:
-    """The memory of an array.
+    """The memory of an array; see :func:`memories_of`."""
+    (found,) = memories_of([array], row=row)
+    return found
+
+
+def memories_of(
+    arrays: Sequence[mx.array], *, row: int = 1
+) -> list[tuple[npt.NDArray[Any], mx.array]]:
+    """The memory of some arrays.
 
     Parameters
     ----------
-    array
-        Evaluated here if it is not yet. One whose last ``row`` axes do not lie together is
+    arrays
+        Evaluated here if they are not yet. One whose last ``row`` axes do not lie together is
         copied.
     row
         How many of the last axes have to be contiguous.
 
     Returns
     -------
-    numpy array
-        One-byte elements, of the shape of ``array`` but for the last axis. Writing into it
-        changes ``array``.
-    mx.array
-        Keeps the memory, unchanged by others, as long as it lives.
+    list, for each array, of
+        numpy array
+            One-byte elements, of the shape of the array but for the last axis. Writing into it
+            changes the array.
+        mx.array
+            Keeps the memory, unchanged by others, as long as it lives.
     """
-    if array.ndim == 0:
-        array = array.reshape(1)
-    view = _shared(array)
-    memory = np.array(view, copy=False)
-    expected = 1
-    for axis in range(1, row + 1):
-        if memory.shape[-axis] > 1 and memory.strides[-axis] != expected:
-            view = _shared(mx.contiguous(array))
-            memory = np.array(view, copy=False)
-            break
-        expected *= memory.shape[-axis]
-    return memory, view
+    arrays = [array if array.ndim else array.reshape(1) for array in arrays]
+    views = [_shared(array) for array in arrays]
+    mx.eval(views)  # at once: each by itself waits for MLX's thread
+    found = []
+    for array, shared in zip(arrays, views, strict=True):
+        view, memory = shared, np.array(shared, copy=False)
+        expected = 1
+        for axis in range(1, row + 1):
+            if memory.shape[-axis] > 1 and memory.strides[-axis] != expected:
+                view = _shared(mx.contiguous(array))
+                memory = np.array(view, copy=False)
+                break
+            expected *= memory.shape[-axis]
+        found.append((memory, view))
+    return found
 
 
 def bytes_of(array: mx.array) -> tuple[npt.NDArray[np.uint8], mx.array]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.interface import BlockBuffers, KVLayout, TensorLayout
-from lifeboat_cache.mlx.arrays import memory_of
+from lifeboat_cache.mlx.arrays import memories_of
 from lifeboat_cache.mlx.kinds import Layer
 
 __all__ = ["block_buffers", "block_bytes", "block_layout"]
@@ -77,8 +77,7 @@ def block_buffers(
     bases: list[npt.NDArray[np.int64]] = []
     rows: list[npt.NDArray[np.int64]] = []
     owners: list[Any] = []
-    for array in arrays:
-        memory, owner = memory_of(array, row=2)
+    for memory, owner in memories_of(arrays, row=2):
         heads, row_bytes = memory.shape[1], memory.shape[3]
         owners.append((memory, owner))
         if row_bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Generator, Sequence
@@ -15,6 +17,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
+from lifeboat_cache import kernels
 from lifeboat_cache.config import load_config
 from lifeboat_cache.config.live import LiveConfig
 from lifeboat_cache.engines.guard import guarded
@@ -333,3 +336,8 @@ _open: weakref.WeakSet[PersistentPromptCache] = weakref.WeakSet()
 def _close_all() -> None:
     for cache in list(_open):
         cache.close()
+
+
+# It takes a second, in which a script loads its model. Python waits for it before it ends.
+with contextlib.suppress(RuntimeError):  # no threads are left: a store loads them later
+    threading.Thread(target=kernels.load, name="lifeboat-kernels").start()
