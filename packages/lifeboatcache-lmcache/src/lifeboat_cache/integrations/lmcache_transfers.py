@@ -204,8 +204,10 @@ class Loads:
                 for row, fine in zip(rows, good, strict=True):
                     if fine:
                         answer.set(row)
-            fine_rows = [n for n, fine in enumerate(good) if fine]
-            space.served([keys[n] for n in fine_rows], [layouts[n] for n in fine_rows])
-            self._stock.remove_missing(space, keys, layouts, good)
+            if not all(good):
+                # Before it is answered: who asks again finds what is true.
+                self._stock.remove_missing(space, keys, layouts, good)
         finally:
             whole.part(bool(good) and all(good), job.bytes_moved)
+        fine_rows = [n for n, fine in enumerate(good) if fine]
+        space.served([keys[n] for n in fine_rows], [layouts[n] for n in fine_rows])
