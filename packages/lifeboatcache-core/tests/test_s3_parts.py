@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import builtins
 import contextlib
+import itertools
 import os
 import queue
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ from lifeboat_cache.outcome import Outcome
 from lifeboat_cache.s3.archive import archive_of
 from lifeboat_cache.s3.catalog import Catalog
 from lifeboat_cache.s3.client import S3Client
-from lifeboat_cache.s3.connections import Connections
+from lifeboat_cache.s3.connections import Connections, InterruptedBodyError
 from lifeboat_cache.s3.errors import Fault, S3Error, of_answer
 from lifeboat_cache.s3.fetcher import Fetcher, Source
 from lifeboat_cache.s3.health import Health
@@ -114,10 +116,12 @@ def test_memory_for_reads_is_used_again_and_bounded() -> None:
     assert free == [False, True]
     assert area.take(4 << 20) is first
     area.give_back(first)
+    assert area.take(1 << 20) is first  # it serves for what is a little smaller, and counts whole
+    assert not area.free
     other = area.take(1 << 20)
     area.give_back(other)
-    assert area.take(1 << 20) is other  # the larger one made room
-    area.give_back(other)
+    area.give_back(first)
+    assert area.take(1 << 20) is first  # what was given back before it made room
 
 
 def test_names_in_a_feed_are_read_back_and_sorted_by_time() -> None:
@@ -195,16 +199,41 @@ def test_a_fault_of_ours_ends_a_load(when: str) -> None:
     fetcher.close()
 
 
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of this host and its key, in one file."""
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=t",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", path, "-out", f"{path}.cert"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    path.write_bytes(path.read_bytes() + Path(f"{path}.cert").read_bytes())
+    return path
+
+
+def as_server(certificate: Path | None, connection: socket.socket) -> socket.socket:
+    """The server's side of a connection, within TLS if there is a certificate."""
+    if certificate is None:
+        return connection
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    return tls.wrap_socket(connection, server_side=True)
+
+
+def as_client(certificate: Path | None) -> ssl.SSLContext | None:
+    return None if certificate is None else ssl.create_default_context(cafile=str(certificate))
+
+
 @contextlib.contextmanager
-def trickling(head: bytes) -> Iterator[tuple[int, list[bytes]]]:
+def trickling(head: bytes, certificate: Path | None = None) -> Iterator[tuple[int, list[bytes]]]:
     """A server that answers with a head and then a byte now and then: its port, what it heard."""
     over = threading.Event()
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
+            with as_server(certificate, server.accept()[0]) as connection:
                 heard.append(connection.recv(65536))
                 connection.sendall(head)
                 with contextlib.suppress(OSError):
@@ -220,7 +249,15 @@ def trickling(head: bytes) -> Iterator[tuple[int, list[bytes]]]:
             thread.join()
 
 
-_PART = b"HTTP/1.1 206 Partial\r\nContent-Length: 4096\r\nContent-Range: bytes 0-4095/4096\r\n\r\n"
+def part_head(size: int) -> bytes:
+    """What comes before all of an object that was asked for as a part."""
+    return (
+        f"HTTP/1.1 206 Partial\r\nContent-Length: {size}\r\n"
+        f"Content-Range: bytes 0-{size - 1}/{size}\r\n\r\n"
+    ).encode()
+
+
+_PART = part_head(4096)
 _WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 4096\r\n\r\n"
 
 
@@ -244,6 +281,58 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up_at_the_deadline(
     assert heard[0].startswith(b"GET " + (url.encode() if proxied else b"/x") + b" HTTP")
     said = b"Proxy-Authorization: Basic " + base64.b64encode(b"me:@word")
     assert (said in heard[0]) is proxied
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_large_body_that_trickles_in_is_given_up_at_the_deadline(
+    tls: bool, request: pytest.FixtureRequest
+) -> None:
+    certificate = request.getfixturevalue("certificate") if tls else None
+    size = 1 << 20
+    with trickling(part_head(size), certificate) as (port, _):
+        connections = Connections(5.0, 5.0, as_client(certificate))
+        into = [memoryview(bytearray(size // 2)), memoryview(bytearray(size // 2))]
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            connections.read(f"http{'s' * tls}://127.0.0.1:{port}/x", 0, into, begin + 0.7)
+        assert time.monotonic() > begin + 0.6  # not sooner: it may still come
+        connections.close()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_large_body_comes_whole_or_not_at_all_however_it_is_cut(
+    tls: bool, request: pytest.FixtureRequest
+) -> None:
+    certificate = request.getfixturevalue("certificate") if tls else None
+    body = np.random.default_rng(3).bytes((1 << 20) + 12345)
+    cuts = [0, 1, 5000, 70_000, 70_001, 400_000, len(body)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with as_server(certificate, server.accept()[0]) as connection:
+                for _ in range(2):  # one after the other on the same connection
+                    connection.recv(65536)
+                    connection.sendall(part_head(len(body)) + body[:1])
+                    for first, last in itertools.pairwise(cuts[1:]):
+                        time.sleep(0.01)
+                        connection.sendall(body[first:last])
+                connection.recv(65536)
+                connection.sendall(part_head(len(body)) + body[:-1])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        connections = Connections(5.0, 5.0, as_client(certificate))
+        url = f"http{'s' * tls}://127.0.0.1:{server.getsockname()[1]}/x"
+        pieces = [100, 300_000, 7, len(body) - 300_107]
+        for _ in range(2):
+            into = [memoryview(bytearray(size)) for size in pieces]
+            assert connections.read(url, 0, into, time.monotonic() + 30).status == 206
+            assert b"".join(into) == body
+        into = [memoryview(bytearray(size)) for size in pieces]
+        with pytest.raises(InterruptedBodyError, match=rf"after {len(body) - 1} of {len(body)} "):
+            connections.read(url, 0, into, time.monotonic() + 30)
+        connections.close()
+        thread.join()
 
 
 def test_a_proxy_that_says_a_byte_now_and_then_is_given_up_at_the_deadline() -> None:

@@ -11,6 +11,7 @@ import io
 import re
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,15 @@ _MOST_ERROR = 16 << 10
 
 #: No wait for a socket is shorter.
 _LEAST_WAIT_S = 0.05
+
+#: Where there is room for so many bytes, all of it is waited for.
+_LEAST_FILLED = 64 << 10
+
+#: After so many seconds it is looked how much time is left.
+_SOON_S = 0.25
+
+#: After so many seconds it is looked how much time is left.
+_SOON_S = 0.25
 
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
@@ -94,8 +104,39 @@ class _Timed(io.RawIOBase):
         return True
 
     def readinto(self, into: Any) -> int | None:
+        if len(into) >= _LEAST_FILLED:
+            return self._fill(into)
         self._socket.settimeout(self._left())
         return self._raw.readinto(into)
+
+    def _fill(self, into: memoryview) -> int:
+        """Read all that there is room for, or what has come when time is up.
+
+        With a call of the interpreter's for each packet that would take longer than the copy.
+        """
+        if isinstance(self._socket, ssl.SSLSocket):
+            return self._fill_by_records(into)
+        seconds, part = divmod(self._left(), 1.0)
+        # The kernel waits for all of it, and no longer than that; Python waits for the first byte.
+        limit = struct.pack("@ll", int(seconds), int(part * 1e6))
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        try:
+            return self._socket.recv_into(into, len(into), socket.MSG_WAITALL)
+        except BlockingIOError as exc:
+            raise TimeoutError("timed out") from exc
+
+    def _fill_by_records(self, into: memoryview) -> int:
+        """As :meth:`_fill`: of TLS a call brings one record, 16 KiB at most."""
+        self._socket.settimeout(self._left())
+        soon = time.monotonic() + _SOON_S
+        count = 0
+        while count < len(into):
+            got = self._socket.recv_into(into[count:])
+            count += got
+            if not got or time.monotonic() > soon:
+                break
+        return count
 
     def close(self) -> None:
         self._raw.close()

@@ -19,6 +19,9 @@ _KEPT_S = 30.0
 
 _LEAST_BYTES = 1 << 20
 
+#: What is kept serves where it is so many times as large as what is wanted, at most.
+_MOST_SPARE = 4
+
 
 def _memory_file() -> int:
     """A file in memory. Raises ``OSError``."""
@@ -74,9 +77,15 @@ class LandingArea:
         wanted = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
         with self._lock:
             self._used += wanted
-            for number in range(len(self._idle) - 1, -1, -1):
-                if self._idle[number].size == wanted:
-                    return self._idle.pop(number)
+            fit = min(
+                (one for one in self._idle if wanted <= one.size <= _MOST_SPARE * wanted),
+                key=lambda one: (one.size, -one.idle_since),
+                default=None,
+            )
+            if fit is not None:
+                self._idle.remove(fit)
+                self._used += fit.size - wanted
+                return fit
         try:
             return Landing(wanted)
         except BaseException:
@@ -91,7 +100,8 @@ class LandingArea:
         with self._lock:
             self._used -= landing.size
             self._idle.append(landing)
-            kept = self._used + sum(one.size for one in self._idle)
+            # As much as is under way now may be wanted again by what comes next.
+            kept = sum(one.size for one in self._idle)
             old: list[Landing] = []
             while self._idle and kept > self._limit:
                 old.append(self._idle.pop(0))
