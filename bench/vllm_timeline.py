@@ -36,6 +36,7 @@ from lifeboat_cache.bench import (
     without_kernels,
 )
 from lifeboat_cache.store.block_store import BlockStore
+from lifeboat_cache.store.job_runner import JobRunner
 from lifeboat_cache.store.native_pool import NativePool
 
 _SIZES = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20}
@@ -70,9 +71,9 @@ def noted() -> Iterator[dict[str, float]]:
         undo.append(lambda: setattr(owner, name, inner))
 
     watch(BlockStore, "load", before="load handed over")
-    watch(BlockStore, "_start", before="planning")
+    watch(JobRunner, "start", before="planning")
     watch(NativePool, "submit", after=("first reads", "last reads"))
-    watch(BlockStore, "_finish_tasks", after=("reads done",))
+    watch(JobRunner, "_finish_tasks", after=("reads done",))
     try:
         yield marks
     finally:

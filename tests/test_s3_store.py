@@ -69,8 +69,8 @@ class Node:
     def look(self) -> None:
         """Take in now what others have done."""
         self.archive.catalog(NAMESPACE.digest).refresh(whole=True)
-        self.store._follow(recovering=False)
-        self.store._forget_reclaimed()
+        self.store._keeper.follower.follow(recovering=False)
+        self.store._keeper.follower.forget_reclaimed()
 
     def close(self) -> None:
         self.store.close()

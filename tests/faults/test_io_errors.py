@@ -14,7 +14,7 @@ import pytest
 from faultkit.disks import Disk, FaultyDisk
 
 from lifeboat_cache.interface import BlockStore, Lookup, Namespace, Outcome, State
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import storage
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver
 
@@ -28,7 +28,7 @@ SIZE = 64 << 10
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try a writer again at once, so that the tests need not wait."""
-    monkeypatch.setattr(block_store, "_WRITER_RETRY_S", 0.0, raising=False)
+    monkeypatch.setattr(storage, "_WRITER_RETRY_S", 0.0)
 
 
 def store_until_kept(driver: StoreDriver, numbers: range) -> None:

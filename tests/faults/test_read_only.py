@@ -9,7 +9,7 @@ import pytest
 from faultkit.disks import Disk
 
 from lifeboat_cache.interface import Lookup, Outcome, State
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import storage
 from lifeboat_cache.testing import StoreDriver
 
 Open = Callable[..., StoreDriver]
@@ -20,7 +20,7 @@ OK, PRESENT, FAILED, MISSING = Outcome.OK, Outcome.PRESENT, Outcome.FAILED, Outc
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try a writer again at once, so that the tests need not wait."""
-    monkeypatch.setattr(block_store, "_WRITER_RETRY_S", 0.0, raising=False)
+    monkeypatch.setattr(storage, "_WRITER_RETRY_S", 0.0)
 
 
 def test_writing_store_on_a_disk_that_becomes_read_only(

@@ -14,7 +14,7 @@ from faultkit.disks import Disk
 from faultkit.engine import engines
 
 from lifeboat_cache.interface import Namespace, Outcome
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import storage
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver
 
@@ -26,7 +26,7 @@ OK, PRESENT, FAILED, MISSING = Outcome.OK, Outcome.PRESENT, Outcome.FAILED, Outc
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try a writer again at once, so that the tests need not wait."""
-    monkeypatch.setattr(block_store, "_WRITER_RETRY_S", 0.0, raising=False)
+    monkeypatch.setattr(storage, "_WRITER_RETRY_S", 0.0)
 
 
 def store_until_kept(driver: StoreDriver, numbers: range) -> None:

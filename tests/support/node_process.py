@@ -38,7 +38,7 @@ _set_clock(SETTINGS["clock"])
 from lifeboat_cache.janitor import Janitor, JanitorPolicy, lease  # noqa: E402
 from lifeboat_cache.janitor import catalogue as _catalogue  # noqa: E402
 from lifeboat_cache.namespace import Namespace  # noqa: E402
-from lifeboat_cache.store import block_store  # noqa: E402
+from lifeboat_cache.store import keeper, storage  # noqa: E402
 from lifeboat_cache.store.block_store import BlockStore  # noqa: E402
 from lifeboat_cache.targets import (  # noqa: E402
     filesystem,
@@ -58,7 +58,8 @@ for module, names in (
     (server_clock, ("_ASK_AGAIN_S",)),
     (journal_reader, ("_VISIBLE_S", "_FIRST_PROBE_S", "_LAST_PROBE_S")),
     (_catalogue, ("_VISIBLE_S", "_PATIENCE_S")),
-    (block_store, ("_TAIL_S", "_WRITER_RETRY_S")),
+    (keeper, ("_TAIL_S",)),
+    (storage, ("_WRITER_RETRY_S",)),
 ):
     for name in names:
         setattr(module, name, getattr(module, name) * SCALE)

@@ -203,7 +203,7 @@ class BlockStoreMachine(RuleBasedStateMachine):
         driver = StoreDriver(other, size=shape.size, layout=shape.layout)
         assert driver.store(sorted(missing)) == [Outcome.OK] * len(missing)
         assert other.close()
-        self.store._follow(recovering=False)
+        self.store._keeper.follower.follow(recovering=False)
         for number in missing:
             self.records[number].append(Record(shape, of_dead_writer=True))
 

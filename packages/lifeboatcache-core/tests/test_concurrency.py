@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store import block_store, executor
+from lifeboat_cache.store import executor, keeper
 from lifeboat_cache.targets import segment_writer
 from lifeboat_cache.testing import StoreDriver
 
@@ -30,7 +30,7 @@ def test_storing_loading_and_deleting_at_once(
     monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 2 << 20)
     monkeypatch.setattr(executor, "_PART_BYTES", 32 << 10)
     monkeypatch.setattr(executor, "_LEAST_PART_BYTES", 32 << 10)
-    monkeypatch.setattr(block_store, "_TAIL_S", 0.01)
+    monkeypatch.setattr(keeper, "_TAIL_S", 0.01)
     # The second store follows the first and writes the same keys.
     # One of them reads and writes past the page cache, the other through it.
     drivers = [open_driver(size=12_288, cuts=(at,), io_workers=4) for at in (4096, 100)]

@@ -15,7 +15,7 @@ import pytest
 
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import storage
 from lifeboat_cache.store.block_store import BlockStore, State
 from lifeboat_cache.targets import segment_reader, segment_writer
 from lifeboat_cache.targets.filesystem import FilesystemTarget
@@ -29,7 +29,7 @@ OK, PRESENT, FAILED, MISSING = Outcome.OK, Outcome.PRESENT, Outcome.FAILED, Outc
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_store, "_WRITER_RETRY_S", 0.0)
+    monkeypatch.setattr(storage, "_WRITER_RETRY_S", 0.0)
     monkeypatch.setattr(segment_reader, "_LOOK_S", -1.0)  # open files may be deleted at once
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import ahead
 from lifeboat_cache.targets import segment_reader
 from lifeboat_cache.testing import StoreDriver
 
-MANY = range(2 * block_store._AHEAD_LEAST)
+MANY = range(2 * ahead.AHEAD_LEAST)
 
 Open = Callable[..., StoreDriver]
 
@@ -22,13 +22,13 @@ Open = Callable[..., StoreDriver]
 def looked_ahead(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when segments have been opened ahead, or could not be."""
     done = threading.Event()
-    inner = block_store.BlockStore._open_segments
+    inner = ahead.OpeningAhead._open
 
-    def opened(self: block_store.BlockStore, places: list[tuple[int, int]]) -> None:
+    def opened(self: ahead.OpeningAhead, places: list[tuple[int, int]]) -> None:
         inner(self, places)
         done.set()
 
-    monkeypatch.setattr(block_store.BlockStore, "_open_segments", opened)
+    monkeypatch.setattr(ahead.OpeningAhead, "_open", opened)
     return done
 
 

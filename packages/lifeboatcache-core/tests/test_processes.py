@@ -15,7 +15,7 @@ from lifeboat_cache.config import Config
 from lifeboat_cache.errors import StoreClosedError
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import keeper
 from lifeboat_cache.store.block_store import BlockStore, State
 from lifeboat_cache.store.opening import open_block_store
 from lifeboat_cache.targets.filesystem import FilesystemTarget
@@ -78,7 +78,7 @@ def test_a_store_that_does_not_share_finds_what_was_there_and_what_it_stores(
     namespace: Namespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_store, "_TAIL_S", 0.02)
+    monkeypatch.setattr(keeper, "_TAIL_S", 0.02)
     writer = start_process()
     assert writer.ask("store", range(3)) == ["OK"] * 3
     sharing = open_driver()
@@ -113,7 +113,7 @@ def test_the_configuration_says_whether_to_share(
     )
     store = open_block_store(config, namespace)
     assert store.wait_recovered(60)
-    assert only_store(store)._shared_lookup is shared
+    assert only_store(store)._keeper._shared_lookup is shared
     store.close()
 
 

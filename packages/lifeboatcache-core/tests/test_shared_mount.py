@@ -25,7 +25,7 @@ from lifeboat_cache.janitor import Janitor, JanitorClock, JanitorPolicy, catalog
 from lifeboat_cache.janitor import lease as janitor_lease
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import keeper
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.targets import hosts, layout, segment_writer, server_clock, writer_lock
 from lifeboat_cache.targets.filesystem import FilesystemTarget
@@ -336,7 +336,7 @@ def test_records_are_found_when_their_segment_is_seen(
     node: Callable[..., StoreDriver], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The journal is seen before the segment has grown, as with stale attributes."""
-    monkeypatch.setattr(block_store, "_TAIL_S", 0.05)
+    monkeypatch.setattr(keeper, "_TAIL_S", 0.05)
     one = node()
     assert one.store([1]) == [OK]
     other = node()
@@ -366,7 +366,7 @@ def test_entries_that_come_late_are_waited_for(
     node: Callable[..., StoreDriver], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page of the journal that reads as zeros is followed by others, and seen later."""
-    monkeypatch.setattr(block_store, "_TAIL_S", 0.05)
+    monkeypatch.setattr(keeper, "_TAIL_S", 0.05)
     one = node()
     assert one.store(range(8)) == [OK] * 8
     (journal,) = root.glob("*/*.journal")
@@ -492,7 +492,7 @@ def test_what_stays_wrong_is_corrupt(
         file.seek(4096 + 2 * 8192)
         file.write(bytes(4096))
     assert other.load([2]) == [MISSING], "the doubt of before was cleared"
-    assert other.block_store._reader.doubts == 1  # type: ignore[union-attr]
+    assert other.block_store._storage.reader.doubts == 1  # type: ignore[union-attr]
     monkeypatch.setattr(segment_reader, "_VISIBLE_S", 0.0)
     assert other.load([2]) == [CORRUPT]
     assert other.lookup([2]) == [Lookup.MISS]
@@ -505,7 +505,7 @@ def test_a_stale_handle_is_opened_anew(
     assert one.store(range(3)) == [OK] * 3
     other = node()
     assert other.load([0]) == [OK]
-    reader = other.block_store._reader
+    reader = other.block_store._storage.reader
     held = {opened.fd for opened in reader._open.values()}  # type: ignore[union-attr]
     assert held
     look = os.fstat
@@ -524,7 +524,7 @@ def test_a_stale_handle_is_opened_anew(
 def test_a_new_journal_of_a_dead_writer_is_looked_at_for_a_while(
     node: Callable[..., StoreDriver], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_store, "_TAIL_S", 0.05)
+    monkeypatch.setattr(keeper, "_TAIL_S", 0.05)
     one = node()
     assert one.store(range(4)) == [OK] * 4
     (journal,) = root.glob("*/*.journal")

@@ -18,7 +18,7 @@ from lifeboat_cache.format.access import ACCESS
 from lifeboat_cache.format.journal import ENTRY, KIND_RECORD, KIND_TOMBSTONE
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import storage
 from lifeboat_cache.store.block_store import BlockStore, State
 from lifeboat_cache.targets import segment_writer
 from lifeboat_cache.targets.direct import write_from
@@ -176,7 +176,7 @@ def test_every_page_can_be_the_last(
 ) -> None:
     # The journal's header, a segment's header, three payloads, the entries: each is
     # the one that finds no space in one of the cases.
-    monkeypatch.setattr(block_store, "_WRITER_RETRY_S", 0.0)
+    monkeypatch.setattr(storage, "_WRITER_RETRY_S", 0.0)
     root = small_disk / "kv"
     driver = open_driver(target=OverConfidentTarget(root), size=PAGE)
     filler(pages)
@@ -204,7 +204,7 @@ def test_store_opened_on_a_full_disk_serves_what_is_there(
     filler: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_store, "_WRITER_RETRY_S", 0.0)
+    monkeypatch.setattr(storage, "_WRITER_RETRY_S", 0.0)
     root = small_disk / "kv"
     before = open_driver(target=FilesystemTarget(root))
     assert before.store(range(8)) == [OK] * 8

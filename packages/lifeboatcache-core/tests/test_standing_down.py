@@ -207,7 +207,7 @@ def test_writer_that_cannot_start_is_tried_again_later(
         for number in range(5):
             assert ended(store.store(batch(number))) == [Outcome.FAILED]
     assert len(attempts) == 1, "a disk in trouble is not asked for every job"
-    monkeypatch.setattr(store, "_writer_retry", 0.0)
+    monkeypatch.setattr(store._storage, "_writer_retry", 0.0)
     assert ended(store.store(batch(1))) == [Outcome.OK]
     assert store.close()
 
@@ -225,7 +225,7 @@ def test_trouble_that_goes_on_is_said_once(
     assert store.wait_recovered(60)
     monkeypatch.setattr(FilesystemTarget, "writer", full)
     for number in range(5):
-        store._writer_retry = 0.0
+        store._storage._writer_retry = 0.0
         assert ended(store.store(batch(number))) == [Outcome.FAILED]
     assert store.close()
     assert len([r for r in caplog.records if "cannot write to" in r.getMessage()]) == 1

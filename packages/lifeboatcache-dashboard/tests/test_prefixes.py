@@ -13,7 +13,7 @@ from lifeboat_cache.batch import BlockBatch, BlockBuffers
 from lifeboat_cache.dashboard.prefixes import shared_prefixes
 from lifeboat_cache.keys import block_keys, tag
 from lifeboat_cache.namespace import Namespace
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import block_store, keeper
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
@@ -60,7 +60,7 @@ def test_what_is_used_again_and_again_comes_first(
 ) -> None:
     clock = itertools.count(int(time.time()) + 60, 30)
     monkeypatch.setattr(block_store, "coarse_time", lambda: next(clock))
-    monkeypatch.setattr(block_store, "_ACCESS_S", 3600.0)
+    monkeypatch.setattr(keeper, "_ACCESS_S", 3600.0)
     first, second = Prompts(tmp_path, namespace), Prompts(tmp_path, namespace)
     directory = tmp_path / namespace.directory
     for prompt in ("aaaabb", "aaaacc", "xxxxxxxx"):

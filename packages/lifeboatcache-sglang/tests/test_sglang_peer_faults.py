@@ -155,21 +155,22 @@ def test_a_batch_that_fails_is_tried_again_inside(
     """SGLang gives the rest of a node up for one page that was not kept."""
     import numpy as np
 
-    from lifeboat_cache.interface import BlockStore, Outcome
+    from lifeboat_cache.interface import Outcome
+    from lifeboat_cache.store.storing import Storing
 
     rig = attach(Case(pages=6))
     rig.ready()
-    original = BlockStore._finish_stores
+    original = Storing.finish
     failed: list[bool] = []
 
-    def fail_once(self: BlockStore, tasks: list[object]) -> None:
+    def fail_once(self: Storing, tasks: list[object]) -> None:
         original(self, tasks)  # type: ignore[arg-type]
         if not failed:
             failed.append(True)
             for task in tasks:
                 np.asarray(task.outcomes)[:] = Outcome.FAILED  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(BlockStore, "_finish_stores", fail_once)
+    monkeypatch.setattr(Storing, "finish", fail_once)
     assert rig.store() == 6
     assert failed
     assert rig.restore() == everything(rig.case)

@@ -521,7 +521,7 @@ def test_a_load_never_lands_after_its_job_was_reported(
     second = engine()
     store = second.tier.store
     store.wait_recovered(10)
-    release, reader = threading.Event(), behind(second)._reader
+    release, reader = threading.Event(), behind(second)._storage.reader
     original = reader.open_segment
 
     def slow(*args: Any) -> Any:
@@ -549,7 +549,7 @@ def test_shutdown_says_when_storage_does_not_answer(
     second = engine()
     store = second.tier.store
     store.wait_recovered(10)
-    release, reader = threading.Event(), behind(second)._reader
+    release, reader = threading.Event(), behind(second)._storage.reader
     original = reader.open_segment
 
     def hang(*args: Any) -> Any:

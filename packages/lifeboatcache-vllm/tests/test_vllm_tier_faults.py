@@ -292,7 +292,7 @@ def test_a_tier_that_cannot_start_stands_down(
 
 def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let reads of the tier's store wait."""
-    reader, release = only_store(engine.tier.store)._reader, threading.Event()
+    reader, release = only_store(engine.tier.store)._storage.reader, threading.Event()
     assert reader is not None
     original = reader.open_segment
 

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 from lifeboat_cache.namespace import Namespace
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import keeper
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver
 
 root, size = Path(sys.argv[1]), int(sys.argv[2])
-block_store._TAIL_S = 0.02  # follow other writers closely
+keeper._TAIL_S = 0.02  # follow other writers closely
 target = FilesystemTarget(root)
 namespace = Namespace.from_identity({"engine": "test", "model": "small"})
 store = BlockStore(namespace, [target], io_workers=2)
