@@ -13,7 +13,7 @@ _INTRO = """\
 # Configuration
 
 <!-- Made by: python -m lifeboat_cache.config.reference > docs/configuration.md
-     Change the descriptions in lifeboat_cache/config/schema.py, not here. -->
+     Change the descriptions in lifeboat_cache/config/sections, not here. -->
 
 LifeboatCache works without a configuration file. To start one, with every key explained in it:
 
