@@ -376,7 +376,7 @@ def test_statistics_say_what_was_moved(attach: Attach, home: Path) -> None:
     assert all(rate > 0 for rate in (*found.backup_bandwidth, *found.prefetch_bandwidth))
     again = rig.backend.get_stats()
     assert [*again.backup_pgs, *again.prefetch_pgs] == []
-    facts = rig.ours._published.facts()
+    facts = rig.ours._kept.published.facts()
     assert (facts["engine"], facts["served_tokens"]) == ("sglang", 10 * 64)
 
 

@@ -66,11 +66,11 @@ def test_what_sglang_has_moved_is_named(home: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_no_child")
 def test_wrong_bytes_are_noticed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lifeboat_cache.integrations.sglang_backend import LifeboatHiCacheStorage
+    from lifeboat_cache.integrations.sglang_page_calls import PageCalls
 
     monkeypatch.setattr(
-        LifeboatHiCacheStorage,
-        "_load",
+        PageCalls,
+        "load",
         lambda self, store, pool, hashes, buffers: [True] * len(hashes),
     )
     found = statuses(run())

@@ -28,7 +28,7 @@ from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.errors import LifeboatError
 from lifeboat_cache.interface import BlockBuffers
 
-__all__ = ["PoolPages", "UnusablePoolError", "describe_pool"]
+__all__ = ["PoolPages", "UnusablePoolError", "describe_pool", "flat_buffers"]
 
 _I64 = npt.NDArray[np.int64]
 
@@ -379,3 +379,25 @@ def _order(layout: str, row: int, head: int, layers: int, tokens: int) -> tuple[
     if layout == "page_head":
         return head * layers, head, head * layers * tokens
     raise KeyError(layout)
+
+
+def flat_buffers(tensors: Iterable[Any], page_bytes: int) -> BlockBuffers:
+    """The memory of flat pages, one tensor each.
+
+    Raises
+    ------
+    ValueError
+        If one is not of a page's size, or not contiguous.
+    """
+    kept = list(tensors)
+    for tensor in kept:
+        size = int(tensor.numel()) * int(tensor.element_size())
+        if size != page_bytes or not tensor.is_contiguous():
+            raise ValueError(f"a flat page has {size} bytes instead of {page_bytes}")
+    addresses = np.array([tensor.data_ptr() for tensor in kept], dtype=np.uint64)
+    return BlockBuffers(
+        addresses,
+        np.full(len(kept), page_bytes, dtype=np.uint64),
+        np.arange(len(kept) + 1, dtype=np.int64),
+        kept,
+    )
