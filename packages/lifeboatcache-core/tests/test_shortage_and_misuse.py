@@ -88,6 +88,23 @@ def test_a_job_for_which_there_is_no_memory_ends(
     assert driver.load(range(8)) == [OK] * 8
 
 
+def test_a_job_ends_that_cannot_be_counted(
+    both_kernels: bool, open_driver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard is given a copy of a block then, which takes memory."""
+    driver = open_driver()
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    for name in ("stored", "loaded"):
+        monkeypatch.setattr(driver.block_store._policy.counts, name, none_left)
+    assert driver.store(range(40)) == [OK] * 40
+    assert driver.load(range(40)) == [OK] * 40
+    assert driver.block_store.drain(60)
+    assert driver.block_store.close()
+
+
 @pytest.mark.parametrize("fails", ["pipe", "thread 1", "thread 2", "native"])
 def test_native_threads_that_cannot_be_started_leave_nothing(
     kernel_home: Path, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -132,7 +132,12 @@ class JobRunner:
                     self._unstage(task.detail.staging)
             job, size = task.job
             job.outcomes[task.blocks] = task.outcomes
-            if job.finish_part(self._account(job, task)):
+            moved = 0
+            try:
+                moved = self._account(job, task)
+            except Exception:  # such as no memory: what was moved was moved, and the job ends
+                _log.exception("LifeboatCache: counting I/O failed; please report this")
+            if job.finish_part(moved):
                 self._queue.complete(job, size)
 
     def _account(self, job: Job, task: IoTask) -> int:
