@@ -79,6 +79,36 @@ def test_removed_segment_is_noticed_and_replaced(open_driver: Open, root: Path) 
     assert again.load(range(4)) == [MISSING] * 3 + [OK]
 
 
+def test_a_writer_that_is_replaced_while_journals_are_followed_is_no_fault(
+    open_driver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stores closes one whose files are gone, and starts another."""
+    driver = open_driver()
+    assert driver.store(range(4)) == [OK] * 4
+    other = open_driver()
+    assert other.store(range(4, 8)) == [OK] * 4
+    follower = driver.block_store._keeper.follower
+    kept = follower._storage
+
+    class Replaced:
+        """As the store's, but the writer is gone when it is looked at again."""
+
+        looks = 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(kept, name)
+
+        @property
+        def writer(self) -> object:
+            self.looks += 1
+            return kept.writer if self.looks % 2 else None
+
+    monkeypatch.setattr(follower, "_storage", Replaced())
+    follower.follow(recovering=False)
+    assert driver.block_store.state is State.READY
+    assert driver.load(range(8)) == [OK] * 8
+
+
 def test_removed_root_fails_stores_and_nothing_else(open_driver: Open, root: Path) -> None:
     driver = open_driver()
     assert driver.store(range(4)) == [OK] * 4

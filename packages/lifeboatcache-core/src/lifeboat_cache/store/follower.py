@@ -59,8 +59,8 @@ class Follower:
         reader = storage.reader
         if reader is None:
             return
-        own = storage.writer.writer if storage.writer is not None else None
-        for page in reader.poll(own):
+        own = storage.writer  # read once: a lost one is replaced by whoever stores
+        for page in reader.poll(own.writer if own is not None else None):
             writer = storage.writer
             if writer is not None and page.writer == writer.writer:
                 continue  # started just now; what it stores is in the index already
