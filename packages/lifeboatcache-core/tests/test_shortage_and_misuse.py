@@ -241,6 +241,7 @@ def test_a_forked_child_finds_an_empty_store_whatever_others_held(open_driver: O
                         and (store.sizes(keys) == -1).all()
                         and not len(store)
                         and not store.keys()
+                        and not store.undone_deletions()
                         and not store.poll()
                         and store.queue()["jobs"] == 0
                         and store.drain(1)

@@ -554,6 +554,7 @@ class BlockStore:
         """In a forked child: the threads stayed with the parent, and with them the locks."""
         self._storage.after_fork()
         self._queue.after_fork()
+        self._burials = Burials(self._storage.idle, self._bury_deleted)
         self._index = Index()
         self._counters = Counters()
         self._touched, self._pins = [], Counter()
