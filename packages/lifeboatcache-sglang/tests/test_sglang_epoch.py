@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,9 @@ def everything(case: Case) -> Restored:
     return Restored(case.pages, case.pages, same=True, state=case.mamba)
 
 
-def test_nothing_is_served_across_a_change_of_weights(attach: Attach, home: Path) -> None:
+def test_nothing_is_served_across_a_change_of_weights(
+    attach: Attach, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(pages=12)
     with attach(case) as rig:
         assert rig.store() == 12
@@ -41,10 +46,55 @@ def test_nothing_is_served_across_a_change_of_weights(attach: Attach, home: Path
         sglang_epoch.changed("update_weights_from_disk")
         assert rig.restore() == NOTHING
     # The checkpoint's own KV is what another process finds; the rest is gone.
+    monkeypatch.setattr(sglang_epoch, "_has_changed", False)
     with attach(case) as later:
         assert later.restore() == everything(case)
     documents = list((home / "kv").rglob("namespace.json"))
     assert not any('"epoch"' in path.read_text() for path in documents)
+
+
+def test_what_is_attached_after_a_change_serves_nothing_of_before(
+    attach: Attach, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang detaches and attaches backends in a running server."""
+    case = Case(pages=12)
+    with attach(case) as rig:
+        assert rig.store() == 12
+    sglang_epoch.changed("update_weights_from_tensor")  # nobody is attached
+    for _ in range(2):
+        with attach(case) as later:
+            assert later.restore() == NOTHING
+            assert later.store() == 12
+            assert later.restore() == everything(case)
+            sglang_epoch.changed("update_weights_from_tensor")
+            assert later.restore() == NOTHING
+    said = [one for one in caplog.messages if "weights may have changed" in one]
+    assert len(said) == 2, "once each time that one is attached"
+    monkeypatch.setattr(sglang_epoch, "_has_changed", False)
+    with attach(case) as another_process:
+        assert another_process.restore() == everything(case)
+    documents = list((home / "kv").rglob("namespace.json"))
+    assert not any('"epoch"' in path.read_text() for path in documents)
+
+
+def test_weights_are_watched_from_the_start_of_a_process() -> None:
+    """A server that runs without us may have one attached later."""
+    code = (
+        "import importlib, sys\n"
+        "from lifeboat_cache.integrations import sglang_epoch, sglang_plugin\n"
+        "sglang_plugin.register()\n"
+        "assert not {module for module, _ in sglang_epoch.WATCHED} & set(sys.modules)\n"
+        "for module, path in sglang_epoch.WATCHED:\n"
+        "    found = importlib.import_module(module)\n"
+        "    for part in path.split('.'):\n"
+        "        found = getattr(found, part)\n"
+        "    assert hasattr(found, '_lifeboat_epoch'), path\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "LIFEBOAT_CACHE"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_change_that_follows_another_opens_no_further_store(attach: Attach) -> None:

@@ -66,9 +66,20 @@ class EngineStore:
     def begin(
         self, config: Config | LiveConfig, namespace: Namespace | Callable[[], Namespace]
     ) -> None:
-        """Open the store."""
+        """Open the store; where weights have changed already, one that begins empty."""
         self._config = config
-        self.store = self._open(namespace)
+        if sglang_epoch.has_changed():  # before the backend was attached, or attached again
+            self.store = self._open(self._next_epoch())
+            _say_changed("before the backend was attached")
+        else:
+            self.store = self._open(namespace)
+
+    def _next_epoch(self) -> Namespace:
+        """A namespace of this process's own: nobody can tell what weights there are now."""
+        self._epoch, self._epoch_used = uuid.uuid4().hex, False
+        identity = {"engine": "sglang", "epoch": self._epoch}
+        display = {"model": "after a change of weights", "temporary": True}
+        return Namespace.from_identity(identity, display)
 
     def _open(self, namespace: Any) -> Store:
         if self._config is None:
@@ -108,16 +119,10 @@ class EngineStore:
                 return  # nothing to leave: a trainer sends weights tensor by tensor
             self.store = None  # whatever goes wrong below
             first = not self._epoch
-            self._epoch, self._epoch_used = uuid.uuid4().hex, False
             self._retired.append(old)
-            identity = {"engine": "sglang", "epoch": self._epoch}
-            display = {"model": "after a change of weights", "temporary": True}
-            self.store = self._open(Namespace.from_identity(identity, display))
+            self.store = self._open(self._next_epoch())
         if first:
-            _log.warning(
-                "LifeboatCache: weights may have changed (%s); stored KV is not used from here on",
-                what,
-            )
+            _say_changed(what)
         threading.Thread(
             target=self._retire, args=(old,), name="lifeboat-retire", daemon=True
         ).start()
@@ -159,6 +164,12 @@ class EngineStore:
             stores = [*self._retired, *([store] if store is not None else [])]
             self._retired = []
         return stores
+
+
+def _say_changed(what: str) -> None:
+    _log.warning(
+        "LifeboatCache: weights may have changed (%s); stored KV is not used from here on", what
+    )
 
 
 def close_store(store: Store, timeout: float) -> bool:

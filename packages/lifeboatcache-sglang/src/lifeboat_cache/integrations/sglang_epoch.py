@@ -12,17 +12,22 @@ same reason a flush of SGLang's cache counts once weights have changed: where an
 leaves ``flush_cache`` out, SGLang itself serves what the old weights computed until then.
 
 SGLang binds some of these methods when its scheduler starts, before a backend that is
-attached later is there; those below are looked up at each call.
+attached later is there; those below are looked up at each call. What happened before a
+backend was attached counts, too: the plugin has the methods watched from the start.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["WATCHED", "changed", "forget", "install", "on_change"]
+from lifeboat_cache.engines.import_hook import when_imported
+
+__all__ = ["WATCHED", "changed", "forget", "has_changed", "install", "on_change", "watch"]
 
 _log = logging.getLogger("lifeboat_cache")
 _MARK = "_lifeboat_epoch"
@@ -60,6 +65,11 @@ def changed(reason: str) -> None:
             listener(reason)
         except Exception:
             _log.exception("LifeboatCache: a change of weights (%s) was not followed", reason)
+
+
+def has_changed() -> bool:
+    """Whether weights have changed since this process is watched."""
+    return _has_changed
 
 
 _Reason = Callable[..., "str | None"]
@@ -153,11 +163,27 @@ WATCHED = tuple(
 
 def install() -> None:
     """Watch this process. Idempotent; classes that are not there are left alone."""
-    import importlib
-
     for module, owner, methods in _METHODS:
-        found = getattr(importlib.import_module(module), owner, None)
-        for name, reason in methods.items():
-            original = getattr(found, name, None)
-            if found is not None and original is not None and not hasattr(original, _MARK):
-                setattr(found, name, _watched(original, reason))
+        _install_in(importlib.import_module(module), owner, methods)
+
+
+def watch() -> None:
+    """Watch this process from when SGLang imports what changes weights; imports nothing."""
+    for module, owner, methods in _METHODS:
+        when_imported(module, functools.partial(_install_imported, module, owner, methods))
+
+
+def _install_imported(module: str, owner: str, methods: dict[str, _Reason]) -> None:
+    """Runs inside an import of SGLang's, which must not fail."""
+    try:
+        _install_in(sys.modules[module], owner, methods)
+    except Exception as error:  # a backend that needs it finds out, and says so
+        _log.debug("LifeboatCache: %s is not watched: %s", module, error)
+
+
+def _install_in(module: Any, owner: str, methods: dict[str, _Reason]) -> None:
+    found = getattr(module, owner, None)
+    for name, reason in methods.items():
+        original = getattr(found, name, None)
+        if found is not None and original is not None and not hasattr(original, _MARK):
+            setattr(found, name, _watched(original, reason))

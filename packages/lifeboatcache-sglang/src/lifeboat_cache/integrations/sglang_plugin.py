@@ -15,6 +15,7 @@ from typing import Any
 
 from lifeboat_cache.engines.import_hook import when_imported
 from lifeboat_cache.engines.switch import is_enabled, is_misspelled
+from lifeboat_cache.integrations import sglang_epoch
 from lifeboat_cache.integrations.sglang_mlx import uses_mlx
 
 __all__ = ["register", "registered", "set_platform_check"]
@@ -69,6 +70,8 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    # Also where we are off: a backend may be attached later, and has to know.
+    sglang_epoch.watch()
     when_imported(_CACHES, partial(_safely, _offer_cache))
     if uses_mlx():
         when_imported(_SCHEDULER, partial(_safely, _watch_arrivals))
