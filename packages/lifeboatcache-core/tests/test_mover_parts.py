@@ -315,6 +315,38 @@ def test_keys_that_the_mover_does_not_have_are_forgotten() -> None:
     assert not take_in(mirror, Message(Kind.DONE, 0, b""))
 
 
+def test_a_record_that_is_just_being_taken_in_is_not_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = FedIndex()
+    subscription = index.subscribe(lambda: None)
+    drain(subscription, Index())
+    noted, go_on = threading.Event(), threading.Event()
+    take = Index.insert
+
+    def slow(self: Index, writer: bytes, entries: Entries) -> int:
+        noted.set()
+        assert go_on.wait(60)
+        return take(self, writer, entries)
+
+    monkeypatch.setattr(Index, "insert", slow)
+    storing = threading.Thread(target=index.insert, args=(bytes(16), records([1], 0, 0)))
+    storing.start()
+    assert noted.wait(60)
+    change = subscription.next()
+    assert change is not None
+    assert change[0] == Kind.INSERT  # an engine knows of it from here on
+    absent: list[list[bytes]] = []
+    asking = threading.Thread(target=lambda: absent.append(index.absent(sample_keys([1, 2]))))
+    asking.start()
+    asking.join(0.2)
+    go_on.set()
+    asking.join(60)
+    storing.join(60)
+    assert absent == [sample_keys([2])]
+    assert index.absent(()) == []
+
+
 def test_engine_that_does_not_listen_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lifeboat_cache.mover.feed._MOST_BYTES", 10 * 128)
     index = FedIndex()
@@ -575,3 +607,18 @@ def test_throttle_without_a_limit_does_it_at_once() -> None:
     done: list[int] = []
     Throttle().submit("store", 1 << 40, lambda: done.append(1))
     assert done == [1]
+
+
+def test_throttle_asks_nothing_for_what_passed_without_a_limit() -> None:
+    throttle = Throttle()
+    throttle.limit(1e6)
+    throttle.limit(None)
+    done = threading.Semaphore(0)
+    throttle.submit("store", 1 << 40, done.release)
+    assert done.acquire(timeout=60)
+    throttle.limit(1e6)
+    for _ in range(2):
+        throttle.submit("store", 1000, done.release)
+    # 1 TiB at 1 MB/s would keep these waiting for twelve days.
+    assert done.acquire(timeout=60)
+    assert done.acquire(timeout=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +114,17 @@ class FedIndex(Index):
     def still(self) -> threading.Lock:
         """Held while no records are being taken in."""
         return self._taking
+
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keys of which there is no record, nor one that is noted and just being taken in.
+
+        So who tells an engine to forget them does not say it after it has told of a record.
+        """
+        if not keys:
+            return []
+        with self._taking:
+            there = self.contains(keys)
+        return [key for key, hit in zip(keys, there, strict=True) if not hit]
 
     def pages(self) -> Iterator[_Change]:
         """All records, in pages of one writer each."""

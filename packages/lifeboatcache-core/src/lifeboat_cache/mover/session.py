@@ -290,8 +290,7 @@ class Session:
                     continue
                 for _ in range(last):
                     out = self._last.popleft()
-                    there = index.contains(out.missing)
-                    gone = [key for key, hit in zip(out.missing, there, strict=True) if not hit]
+                    gone = index.absent(out.missing)
                     if gone:
                         send(self._connection, Kind.FORGET, 0, gone)
                     send(self._connection, out.kind, out.number, [out.body])

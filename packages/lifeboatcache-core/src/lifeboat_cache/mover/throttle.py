@@ -59,7 +59,10 @@ class Throttle:
                     self._ready.wait()
                 now = time.monotonic()
                 rate = self._rate
-                if rate is not None:
+                if rate is None:
+                    # What passes meanwhile is not owed for when there is a limit again.
+                    self._tokens, self._then = 0.0, now
+                else:
                     earned = (now - self._then) * rate
                     self._tokens = min(self._tokens + earned, _BURST_S * rate)
                     self._then = now
@@ -67,7 +70,8 @@ class Throttle:
                         self._ready.wait(min(0.5, -self._tokens / rate + 0.001))
                         continue
                 size, work = (self._lanes["load"] or self._lanes["store"]).popleft()
-                self._tokens -= size
+                if rate is not None:
+                    self._tokens -= size
             try:
                 work()
             except Exception:  # the others must go on
