@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -310,6 +310,49 @@ def test_copies_that_do_not_fit_in_the_queue_are_counted(
     tiers["nfs"].mend()
     until(lambda: status(driver, "nfs")["copied_blocks"] == 6)
     assert status(driver, "nvme")["copies_queued"] == 0
+
+
+def test_what_waits_for_a_target_that_is_away_keeps_no_other_copies_waiting(
+    tiers: dict[str, Tier],
+    open_ladder: Open,
+    namespace: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copier, "MOST_BLOCKS", 10)
+    alone = tiers["nfs"].alone(namespace)
+    assert set(StoreDriver(alone).store(range(100, 104))) == {OK}
+    alone.close()
+    tiers["tape"].break_()
+    driver = open_ladder(tiers["nvme"], tiers["nfs"], tiers["tape"], mode="local_first")
+    assert driver.store(range(10)) == [OK] * 10  # to nvme, to nfs, and they wait for the tape
+    until(lambda: status(driver, "nfs")["copies_queued"] == 10)
+    assert driver.load(range(100, 104)) == [OK] * 4
+    until(lambda: held(tiers["nvme"], namespace, 104) == 14)
+    assert status(driver, "nfs")["copies_dropped"] == {}
+
+
+def test_stores_are_not_slowed_down_by_what_waits_to_be_copied(
+    tiers: dict[str, Tier], open_ladder: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers["nfs"].break_()
+    driver = open_ladder(tiers["nvme"], tiers["nfs"], mode="local_first")
+    asked = [0]
+    below = copier.below
+
+    def counted(members: Sequence[member.Member], source: member.Member) -> member.Member | None:
+        asked[0] += 1
+        return below(members, source)
+
+    monkeypatch.setattr(copier, "below", counted)
+    for number in range(200):
+        assert driver.store([number]) == [OK]
+    # Each store wakes the thread, which asks once: not for each of those that wait.
+    with ladder_of(driver)._copier._wake:
+        asked[0] = 0
+        assert ladder_of(driver)._copier._next() is None
+        assert asked[0] == 1
+    tiers["nfs"].mend()
+    until(lambda: status(driver, "nfs")["copied_blocks"] == 200)
 
 
 # --- where blocks are found -----------------------------------------------------------------------

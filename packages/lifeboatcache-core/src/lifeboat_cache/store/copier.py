@@ -72,9 +72,11 @@ class Copier:
         self._members = members
         self._before = before
         self._wake = threading.Condition()
-        self._down: deque[_Item] = deque()
+        # By source: whether any of it can be copied now is the same for all of it.
+        self._down: dict[Member, deque[_Item]] = {}
         self._up: deque[_Item] = deque()
-        self._queued = 0
+        # Each way for itself: what waits for a target that is away keeps nothing else waiting.
+        self._queued = {True: 0, False: 0}
         self._working = False
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -128,11 +130,12 @@ class Copier:
             if self._stopping:
                 self._dropped[name]["closed"] += len(item.keys)
                 return
-            if self._queued and self._queued + len(item.keys) > MOST_BLOCKS:
+            queued = self._queued[item.up]
+            if queued and queued + len(item.keys) > MOST_BLOCKS:
                 self._dropped[name]["queue"] += len(item.keys)
                 return
-            (self._up if item.up else self._down).append(item)
-            self._queued += len(item.keys)
+            self._line(item).append(item)
+            self._queued[item.up] += len(item.keys)
             self._waiting[name] += len(item.keys)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="lifeboat-copy", daemon=True)
@@ -142,6 +145,9 @@ class Copier:
                     return
                 self._thread = thread
             self._wake.notify_all()
+
+    def _line(self, item: _Item) -> deque[_Item]:
+        return self._up if item.up else self._down.setdefault(item.source, deque())
 
     # What is known of it ----------------------------------------------------
 
@@ -164,7 +170,7 @@ class Copier:
 
     def _ready(self) -> bool:
         members = self._members()
-        return any(below(members, item.source) is not None for item in self._down)
+        return any(below(members, source) is not None for source in self._down)
 
     def stop(self, timeout: float) -> None:
         """Drop what waits and end after the part at hand."""
@@ -173,7 +179,7 @@ class Copier:
             for name, blocks in self._waiting.items():
                 if blocks:
                     self._dropped[name]["closed"] += blocks
-            self._queued = 0
+            self._queued = {True: 0, False: 0}
             self._waiting.clear()
             self._up.clear()
             self._down.clear()
@@ -211,29 +217,36 @@ class Copier:
             with self._wake:
                 self._working = False
                 self._deleted.clear()
-                if not self._queued:
+                if not any(self._queued.values()):
                     self._wake.notify_all()
 
     def _next(self) -> _Item | None:
         """What to copy now; under the lock."""
-        members = self._members()
-        item = self._up.popleft() if self._up else None
-        if item is None:
-            for _ in range(len(self._down)):
-                first = self._down.popleft()
-                if below(members, first.source) is not None:
-                    item = first
-                    break
-                self._down.append(first)
+        item = self._first()
         if item is None:
             return None
         if len(item.keys) > _CHUNK_BLOCKS:
             rest = _Item(item.source, item.keys[_CHUNK_BLOCKS:], item.up)
-            (self._up if item.up else self._down).appendleft(rest)
+            self._line(item).appendleft(rest)
             item = _Item(item.source, item.keys[:_CHUNK_BLOCKS], item.up)
-        self._queued -= len(item.keys)
+        self._queued[item.up] -= len(item.keys)
         self._waiting[item.source.spec.name] -= len(item.keys)
         return item
+
+    def _first(self) -> _Item | None:
+        """Take what comes next out of its line; under the lock."""
+        if self._up:
+            return self._up.popleft()
+        members = self._members()
+        for source, line in self._down.items():
+            if below(members, source) is not None:
+                item = line.popleft()
+                # What other sources have comes before the rest of it.
+                del self._down[source]
+                if line:
+                    self._down[source] = line
+                return item
+        return None
 
     def _drop(self, item: _Item, reason: str, blocks: int) -> None:
         if blocks:
