@@ -385,6 +385,18 @@ TIER = "storage: {{tiers: [{{name: a, type: filesystem, path: /a, {0}}}]}}"
             "'fallback_local' is the name of storage.fallback_local",
         ),
         ("storage: {fallback_local: {enabled: no}}", "nothing could be stored"),
+        (
+            "dashboard:\n  port: 9402",
+            "lifeboat.yaml:2: dashboard.port: 9402 is telemetry.prometheus.port too",
+        ),
+        (
+            "dashboard: {host: localhost}\ntelemetry: {prometheus: {port: 9400}}",
+            "9400 is telemetry.prometheus.port too",
+        ),
+        (
+            "dashboard: {port: 9402}\ntelemetry: {prometheus: {host: 0.0.0.0}}",
+            "9402 is telemetry.prometheus.port too",
+        ),
         # YAML
         ("- a", "lifeboat.yaml:1: a list instead of a mapping."),
         ("\njust text", "lifeboat.yaml:2: a single value instead of a mapping."),
@@ -701,3 +713,17 @@ def test_the_public_names_are_sorted_and_there() -> None:
     assert names == sorted(names, key=lambda name: (name.upper() != name, name[0].islower(), name))
     for name in names:
         assert hasattr(lifeboat_cache.config, name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dashboard: {port: 9402, enabled: false}",
+        "dashboard: {port: 9402, host: 10.0.0.1}",
+        "telemetry: {prometheus: {port: 0}}",
+    ],
+)
+def test_one_port_for_two_services_that_do_not_meet(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    assert load_config(file, {"HOME": str(tmp_path)}).config

@@ -7,6 +7,8 @@ Values keep the unit their name ends in; properties give bytes.
 
 from __future__ import annotations
 
+from pydantic import model_validator
+
 from lifeboat_cache.config.sections.agent import Agent
 from lifeboat_cache.config.sections.base import Key, Section, SettingError
 from lifeboat_cache.config.sections.compression import Compression, Rungs
@@ -39,6 +41,11 @@ __all__ = [
 ]
 
 
+#: Hosts that stand for all addresses, and names of others.
+_ANY_HOST = ("0.0.0.0", "::")
+_NAMES_OF_HOSTS = {"localhost": "127.0.0.1"}
+
+
 class Config(Section):
     """The whole configuration."""
 
@@ -50,3 +57,15 @@ class Config(Section):
     security: Security
     telemetry: Telemetry
     dashboard: Dashboard
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        metrics, pages = self.telemetry.prometheus, self.dashboard
+        hosts = {_NAMES_OF_HOSTS.get(one.host, one.host) for one in (metrics, pages)}
+        meet = len(hosts) == 1 or not hosts.isdisjoint(_ANY_HOST)
+        if pages.enabled and pages.port == metrics.port and meet:
+            raise SettingError(
+                ("dashboard", "port"),
+                f"{pages.port} is telemetry.prometheus.port too: give each a port of its own",
+            )
+        return self
