@@ -528,6 +528,7 @@ def test_the_whole_doctor_on_this_machine(
         "target fallback_local: free space",
         "target fallback_local: direct I/O",
         "target fallback_local: file system",
+        "ports",
         "shared memory",
     ]
 
@@ -544,6 +545,7 @@ def test_every_check_is_in_the_troubleshooting_page() -> None:
         "free space",
         "direct I/O",
         "file system",
+        "ports",
         "shared memory",
     ):
         assert f"doctor: `{name}`" in page

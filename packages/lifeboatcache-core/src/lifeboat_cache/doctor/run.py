@@ -14,6 +14,7 @@ from lifeboat_cache.doctor.installation import (
     check_kernels,
     check_versions,
 )
+from lifeboat_cache.doctor.ports import check_ports
 from lifeboat_cache.doctor.shared_memory import check_shared_memory
 from lifeboat_cache.doctor.targets import check_targets
 
@@ -35,6 +36,7 @@ def run_checks(context: DoctorContext) -> list[Check]:
         ("home directory", lambda: (check_home(context),)),
         ("kernels", lambda: (check_kernels(context),)),
         ("targets", lambda: check_targets(context)),
+        ("ports", lambda: (check_ports(context),)),
         ("shared memory", lambda: (check_shared_memory(),)),
     )
     for name, run in own:
