@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -131,6 +132,35 @@ def test_a_killed_server_serves_what_it_had_stored(start: Start) -> None:
     again, cached = server.ask(_PROMPT)
     assert (again == text, cached >= 64) == (True, True)
     server.stop()
+
+
+def _ended(home: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of a server that cannot serve."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lifeboat_cache.cli.main", "mlx-server", *arguments],
+        env={**os.environ, "LIFEBOAT_CACHE_HOME": str(home), "HF_HUB_OFFLINE": "1",
+             "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=120, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_a_server_whose_model_cannot_be_loaded_ends(home: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "no such model"
+    code, said = _ended(home, "--model", str(missing), "--port", "0")
+    assert code == 2, said[-2000:]
+    assert f"mlx-lm cannot load {missing} (" in said
+    assert said.rstrip().endswith("correct --model, --adapter-path or --draft-model")
+
+
+def test_a_server_whose_port_is_taken_ends(home: Path, tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, said = _ended(home, "--model", str(tiny), "--port", port)
+    # Its exit code says nothing where MLX's CPU backend aborts.
+    assert code, said[-2000:]
+    assert f"port {port} of 127.0.0.1 is taken" in said
 
 
 class _Provider:

@@ -6,7 +6,9 @@ keeps in memory are stored as well, and prompts are looked up there too.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import sys
 import threading
@@ -18,6 +20,7 @@ from mlx_lm import server as mlx_server
 from mlx_lm.models.cache import LRUPromptCache
 
 from lifeboat_cache.engines.guard import guarded
+from lifeboat_cache.errors import ConfigError
 from lifeboat_cache.mlx.prompt_cache import PersistentPromptCache
 from lifeboat_cache.mlx.spaces import Quantization
 
@@ -134,19 +137,43 @@ def main(arguments: Sequence[str], config: Path | None = None) -> int:
         Those of ``mlx_lm.server``.
     config
         LifeboatCache's configuration file, ``None`` for the usual resolution.
+
+    Raises
+    ------
+    ConfigError
+        If the model that the arguments name cannot be loaded, or the port is taken. mlx-lm's own
+        server would go on without ever answering.
     """
     provider_class, generator_class = mlx_server.ModelProvider, mlx_server.ResponseGenerator
     providers: list[Any] = []
+    generators: list[Any] = []
+    failures: list[Exception] = []
 
     class Provider(provider_class):  # type: ignore[misc,valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             providers.append(self)
 
+        def load_default(self) -> None:
+            try:
+                super().load_default()
+            except Exception as exc:
+                failures.append(exc)
+                raise
+
     def prompt_cache(size: int = 10) -> StoredPromptCache:
         return StoredPromptCache(providers[-1], size, config)
 
     class Generator(generator_class):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            generators.append(self)
+            super().__init__(*args, **kwargs)
+
+        def _run_generate(self) -> None:
+            super()._run_generate()
+            if failures:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         def stop_and_join(self) -> None:
             # Before its thread ends: with MLX's CPU backend that ends the process.
             self.prompt_cache.close()
@@ -163,8 +190,28 @@ def main(arguments: Sequence[str], config: Path | None = None) -> int:
     mlx_server.LRUPromptCache = prompt_cache
     try:
         mlx_server.main()
+    except KeyboardInterrupt:  # it came before the server listened
+        if not failures:
+            raise
+    except OSError as exc:
+        if exc.errno != errno.EADDRINUSE:
+            raise
+        given = providers[-1].cli_args
+        raise ConfigError(
+            f"port {given.port} of {given.host} is taken: stop what listens there, or give "
+            "another --port"
+        ) from exc
     finally:
+        for generator in generators:
+            generator._stop = True  # Python does not end before its thread
         sys.argv = before
         mlx_server.ModelProvider, mlx_server.ResponseGenerator = provider_class, generator_class
         mlx_server.LRUPromptCache = LRUPromptCache
+    if failures:
+        given = providers[-1].cli_args
+        named = filter(None, (given.model, given.adapter_path, given.draft_model))
+        raise ConfigError(
+            f"mlx-lm cannot load {' with '.join(named)} ({' '.join(str(failures[0]).split())}): "
+            "correct --model, --adapter-path or --draft-model"
+        )
     return 0
