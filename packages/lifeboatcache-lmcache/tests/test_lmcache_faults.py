@@ -240,8 +240,55 @@ def test_other_weights_under_the_same_name_share_nothing(
     assert driver.lookup(mine, {0: CHUNK}) == [0, 1]
     write_file(model / "model.safetensors", {"a": Tensor("U8", (4096,), b"\2" * 4096)})
     until(lambda: driver.lookup(mine, {0: CHUNK}) == [])
+    # An engine that has loaded the weights of before goes on with them.
+    late = keys(2, seed="late", model=str(model))
+    assert not driver.store(late, memory.filled(late, CHUNK)).is_successful()
+    assert driver.lookup(late, {0: CHUNK}) == []
+    status = driver.adapter.report_status()
+    assert status["is_healthy"] is False
+    assert status["faults"] == [
+        f"the weights of {model} have changed: restart its engines, then this server"
+    ]
     driver.adapter.close()
-    assert attach().lookup(mine, {0: CHUNK}) == []
+    # Whoever asks now may have loaded those of now.
+    driver = attach()
+    assert driver.lookup([*mine, *late], {0: CHUNK}) == []
+    assert driver.store(mine, memory.filled(mine, CHUNK)).is_successful()
+    assert driver.lookup(mine, {0: CHUNK}) == [0, 1]
+
+
+def test_a_name_that_leads_to_another_snapshot_is_another_model(
+    attach: Open, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors_file import Tensor, write_file
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    for commit, content in (("a" * 40, b"\1"), ("b" * 40, b"\2")):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        write_file(snapshot / "model.safetensors", {"a": Tensor("U8", (4096,), content * 4096)})
+    (repository / "refs/main").write_text("a" * 40)
+    mine = keys(2, model="org/name")
+    driver = attach()
+    assert driver.store(mine, memory.filled(mine, CHUNK)).is_successful()
+    assert driver.lookup(mine, {0: CHUNK}) == [0, 1]
+    (repository / "refs/main").write_text("b" * 40)
+    until(lambda: driver.lookup(mine, {0: CHUNK}) == [])
+
+
+def test_weights_that_cannot_be_read_are_not_known_by_their_name(
+    attach: Open, memory: Memory, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"\xff" * 100)
+    mine = keys(2, model=str(model))
+    driver = attach()
+    assert not driver.store(mine, memory.filled(mine, CHUNK)).is_successful()
+    (fault,) = driver.adapter.report_status()["faults"]
+    assert str(model) in fault
 
 
 def test_lookups_that_come_while_journals_are_read_are_answered(

@@ -221,6 +221,10 @@ class LifeboatL2Adapter(L2AdapterInterface):
         spaces = [space.status() for space in self._spaces.all()]
         faults = [self._fault] if self._fault else []
         faults += [str(one["reason"]) for one in spaces if one["state"] == State.DISABLED.value]
+        faults += [
+            f"the weights of {name} have changed: restart its engines, then this server"
+            for name in self._spaces.left()
+        ]
         return {
             "is_healthy": not faults and not self._spaces.closed,
             "type": "lifeboat",

@@ -10,20 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from lifeboat_cache.errors import IdentityError
-from lifeboat_cache.identity import (
-    FingerprintStoppedError,
-    WeightsIdentity,
-    resolve_model_dir,
-    weights_identity,
-)
+from lifeboat_cache.identity import WeightsIdentity, resolve_model_dir, weights_identity
 from lifeboat_cache.interface import Namespace
 
-__all__ = ["ADAPTER_FORMAT", "ModelTag", "find_namespace", "read_tag", "tagged"]
+__all__ = ["ADAPTER_FORMAT", "ModelTag", "find_namespace", "read_tag", "tagged", "weights_path"]
 
 _ADAPTER = "lifeboatcache-lmcache"
 
@@ -31,6 +27,9 @@ _ADAPTER = "lifeboatcache-lmcache"
 ADAPTER_FORMAT = 1
 
 _SALT_CONTEXT = "lifeboatcache 2026 namespace salt v1"
+
+#: What weights are called.
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 _TAG = re.compile(r"~lifeboat-(?P<digest>[0-9a-f]{32})(?P<kind>[ks])$")
 
@@ -64,6 +63,17 @@ def read_tag(name: str) -> tuple[str, ModelTag | None]:
     return name[: match.start()], ModelTag(match["digest"], match["kind"] == "s")
 
 
+def weights_path(name: str) -> Path | None:
+    """Where the weights of a model are on this host; ``None`` if they are not."""
+    try:
+        path = resolve_model_dir(name)
+    except IdentityError:
+        return None
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+        return None
+    return path
+
+
 def find_namespace(
     model_name: str, world_size: int, salt: str, version: str, should_stop: Callable[[], bool]
 ) -> tuple[Namespace, WeightsIdentity | None]:
@@ -89,18 +99,21 @@ def find_namespace(
     -------
     namespace, weights
         ``weights`` if they were looked for and found here.
+
+    Raises
+    ------
+    IdentityError
+        If weights are here and cannot be identified: by the name alone they would be mistaken for
+        others that once could not be, either.
     """
     name, tag = read_tag(model_name)
     weights: WeightsIdentity | None = None
     known: Any = None
     if tag is None:
-        try:
-            weights = weights_identity(resolve_model_dir(name), should_stop=should_stop)
+        path = weights_path(name)
+        if path is not None:  # otherwise by its name alone; `by` says so
+            weights = weights_identity(path, should_stop=should_stop)
             known = weights.digest
-        except FingerprintStoppedError:
-            raise
-        except IdentityError:
-            pass  # by its name alone; `by` says so
     identity = {
         "kind": "lmcache-l2",
         "adapter": {"name": _ADAPTER, "format": ADAPTER_FORMAT},

@@ -7,7 +7,6 @@ import threading
 import time
 
 from lifeboat_cache.errors import StoreClosedError
-from lifeboat_cache.integrations.lmcache_identity import read_tag
 from lifeboat_cache.integrations.lmcache_space import ModelSpace
 from lifeboat_cache.integrations.lmcache_spaces import Spaces
 from lifeboat_cache.integrations.lmcache_stock import Stock
@@ -73,10 +72,11 @@ class Keeper:
     def _leave(self, space: ModelSpace) -> None:
         """The model's weights are others now: what is stored belongs to those of before."""
         _log.warning(
-            "LifeboatCache: the weights of %s have changed; its KV is not used from here on",
-            read_tag(space.model_name)[0],
+            "LifeboatCache: the weights of %s have changed; its KV is neither kept nor used from "
+            "here on: restart its engines, then this server",
+            space.model_name,
         )
-        self._spaces.retire(space)
+        self._spaces.leave(space)
         self._stock.remove(
             [key for key, _ in self._stock.known.items() if key.model_name == space.model_name]
         )

@@ -11,8 +11,8 @@ from typing import Any
 from lmcache.v1.distributed.api import ObjectKey
 
 from lifeboat_cache.config.live import LiveConfig
-from lifeboat_cache.identity import FileStamp, WeightsIdentity, resolve_model_dir, stamp
-from lifeboat_cache.integrations.lmcache_identity import find_namespace, read_tag
+from lifeboat_cache.identity import FileStamp, WeightsIdentity, stamp
+from lifeboat_cache.integrations.lmcache_identity import find_namespace, read_tag, weights_path
 from lifeboat_cache.integrations.lmcache_keys import (
     NAMES_GROUP,
     aligned,
@@ -104,8 +104,9 @@ class ModelSpace:
         )
         by = namespace.identity["model"]["by"]
         if weights is not None:
-            path = resolve_model_dir(read_tag(self.model_name)[0])
-            self._weights = (path if path.is_dir() else path.parent, weights)
+            path = weights_path(self.model_name)
+            # If they have gone just now, that is seen at the next look.
+            self._weights = (path or Path(self.model_name), weights)
         if by == "name":
             _log.warning(
                 "LifeboatCache: the weights of %s are not on this host, so its KV is told apart by "
@@ -146,7 +147,11 @@ class ModelSpace:
         known = self._weights
         if known is None:
             return False
-        directory, weights = known
+        path, weights = known
+        # The name of a model in the Hub cache may lead to another directory now.
+        if weights_path(self.model_name) != path:
+            return True
+        directory = path if path.is_dir() else path.parent
         found: list[FileStamp] = []
         try:
             found += [stamp(directory / name) for name in weights.files]

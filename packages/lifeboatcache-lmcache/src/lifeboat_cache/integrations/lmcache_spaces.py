@@ -43,6 +43,7 @@ class Spaces:
         self._pending_bytes = pending_bytes
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int], ModelSpace] = {}
+        self._left: set[str] = set()
         self._retiring: list[threading.Thread] = []
         self._closed = False
 
@@ -52,14 +53,14 @@ class Spaces:
         return self._closed
 
     def of(self, key: ObjectKey) -> ModelSpace | None:
-        """The store of a key's model."""
+        """The store of a key's model; ``None`` also for one that was left."""
         name = _name(key)
         found = self._open.get(name)
         if found is not None or self._config is None:
             return found
         with self._lock:
             found = self._open.get(name)
-            if found is None and not self._closed:
+            if found is None and not self._closed and name[0] not in self._left:
                 found = ModelSpace(self._config, *name, self._version, self._pending_bytes)
                 self._open[name] = found
         return found
@@ -79,10 +80,19 @@ class Spaces:
         """Whether a store is still that of its model: its weights have not changed."""
         return space is self._open.get((space.model_name, space.world_size))
 
-    def retire(self, space: ModelSpace) -> None:
-        """Close a store in the background; whoever asks for its model gets a new one."""
+    def left(self) -> list[str]:
+        """Models whose weights have changed."""
+        return sorted(self._left)
+
+    def leave(self, space: ModelSpace) -> None:
+        """Close a store in the background, whose model's weights have changed.
+
+        Nobody gets a new one: an engine that holds the weights of before goes on, and its KV
+        would be found by one that is started with those of now.
+        """
         with self._lock:
             name = space.model_name, space.world_size
+            self._left.add(space.model_name)
             if self._open.get(name) is space:
                 del self._open[name]
         thread = threading.Thread(target=_close, args=(space,), name="lifeboat-retire", daemon=True)

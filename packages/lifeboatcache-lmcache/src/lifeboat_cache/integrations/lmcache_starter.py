@@ -28,6 +28,9 @@ _log = logging.getLogger("lifeboat_cache")
 _WAIT_S = 180.0
 _LOOK_S = 0.2
 
+#: Its process has so many seconds to go on as nobody's child.
+_FORK_S = 60.0
+
 #: The server serves engines on all devices, whatever this one was given.
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -113,16 +116,22 @@ def _start(places: ServerPlaces, loaded: LoadedConfig) -> int:
         "--port",
         str(places.port),
     ]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        cwd="/",
-        env=_environment(os.environ, places.home, loaded.named),
-        start_new_session=True,
-        timeout=60,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            cwd="/",
+            env=_environment(os.environ, places.home, loaded.named),
+            start_new_session=True,
+            timeout=_FORK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise ServerError(
+            f"the LMCache server did not start: Python has not imported it within {_FORK_S:.0f} s: "
+            "see what keeps this machine busy"
+        ) from exc
     text = done.stdout.decode(errors="replace").strip()
     if done.returncode or not text.isdecimal():
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
