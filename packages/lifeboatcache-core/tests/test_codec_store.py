@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from lifeboat_cache.interface import (
     Outcome,
     block_keys,
 )
+from lifeboat_cache.store import staging
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 _NAMESPACE = Namespace.from_identity({"test": "codecs"})
@@ -376,6 +378,26 @@ def test_what_would_be_restored_slowly_is_a_miss(
     assert _run(store.store, batch) == [Outcome.PRESENT] * 3
     out = np.zeros_like(payloads)
     assert _run(store.load, BlockBatch(_keys(3), _rows(out), layout.tag)) == [Outcome.OK] * 3
+
+
+@pytest.mark.usefixtures("both_kernels")
+def test_a_store_without_memory_to_encode_in_ends(
+    make_store: Callable[..., BlockStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 4)
+    store = make_store(1, layouts=[layout])
+
+    def none_left(size: int) -> Payloads:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "io_memory", none_left)
+        batch = BlockBatch(_keys(4), _rows(payloads), layout.tag)
+        assert _run(store.store, batch) == [Outcome.FAILED] * 4
+    assert store.queue()["pending_bytes"] == 0
+    batch = BlockBatch(_keys(4), _rows(payloads), layout.tag)
+    assert _run(store.store, batch) == [Outcome.OK] * 4
 
 
 @pytest.mark.usefixtures("both_kernels")

@@ -225,6 +225,20 @@ def as_client(certificate: Path | None) -> ssl.SSLContext | None:
     return None if certificate is None else ssl.create_default_context(cafile=str(certificate))
 
 
+def test_a_load_ends_where_nothing_can_fetch_it() -> None:
+    class Archive:
+        @property
+        def fetcher(self) -> Fetcher:
+            raise RuntimeError("can't start new thread")
+
+    reader = cast(S3Reader, SimpleNamespace(_archive=Archive(), _sources={}))
+    ended: list[list[IoTask]] = []
+    task = remote_load(3)
+    S3Reader.fetch(reader, [task], ended.append, ended.append)
+    assert ended == [[task]]
+    assert set(task.outcomes.tolist()) == {Outcome.UNAVAILABLE}
+
+
 @contextlib.contextmanager
 def trickling(head: bytes, certificate: Path | None = None) -> Iterator[tuple[int, list[bytes]]]:
     """A server that answers with a head and then a byte now and then: its port, what it heard."""

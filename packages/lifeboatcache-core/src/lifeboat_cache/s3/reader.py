@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBuffers
-from lifeboat_cache.errors import FormatError, NewerFormatError
+from lifeboat_cache.errors import FormatError, LifeboatError, NewerFormatError
 from lifeboat_cache.format.journal import ENTRY, Entries
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
@@ -227,8 +227,17 @@ class S3Reader(TargetReader):
         near = [task for task in tasks if not (task.runs[:, 0] < -1).any()]
         if near:
             ready(near)
-        if far:
-            self._archive.fetcher.fetch(far, self._sources.get, ready, failed)
+        if not far:
+            return
+        try:
+            fetcher = self._archive.fetcher
+        except (RuntimeError, LifeboatError) as exc:  # no threads are left, say
+            _log.warning("LifeboatCache: nothing can be loaded from a bucket: %s", exc)
+            for task in far:
+                task.outcomes[:] = Outcome.UNAVAILABLE
+            failed(far)
+        else:
+            fetcher.fetch(far, self._sources.get, ready, failed)
 
     def settle(self, task: IoTask) -> None:
         if self._archive.has_fetcher:

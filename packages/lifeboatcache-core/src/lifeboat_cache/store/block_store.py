@@ -126,6 +126,7 @@ class BlockStore:
             self._counters,
             self._codings,
             self._policy,
+            notices,
             Storing(
                 self._storage,
                 self._index,

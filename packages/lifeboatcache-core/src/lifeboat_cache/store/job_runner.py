@@ -20,6 +20,7 @@ from lifeboat_cache.store.executor import Executor
 from lifeboat_cache.store.io_task import IoTask, new_progress
 from lifeboat_cache.store.job_queue import JobQueue
 from lifeboat_cache.store.loading import Loading
+from lifeboat_cache.store.notices import Notices
 from lifeboat_cache.store.staging import Staging, StagingArea
 from lifeboat_cache.store.storage import Storage
 from lifeboat_cache.store.store_plan import Unsized, Written
@@ -40,7 +41,7 @@ class JobRunner:
 
     Parameters
     ----------
-    storage, queue, counters, codings, policy
+    storage, queue, counters, codings, policy, notices
         Those of the store.
     storing, loading
         Plan jobs, and deal with tasks that are done.
@@ -62,6 +63,7 @@ class JobRunner:
         counters: Counters,
         codings: Codings,
         policy: CodecPolicy,
+        notices: Notices,
         storing: Storing,
         loading: Loading,
         *,
@@ -73,10 +75,11 @@ class JobRunner:
         self._counters = counters
         self._codings = codings
         self._policy = policy
+        self._notices = notices
         self._storing = storing
         self._loading = loading
         self.executor = Executor(io_workers, self._finish_tasks, integrity_key)
-        self._staging = StagingArea(self.executor.submit)
+        self._staging = StagingArea(self.executor.submit, self._give_encoding_up)
         self._parts = threading.Lock()  # of what is staged
 
     def start(self, job: Job, reserved: int, size: int) -> None:
@@ -196,6 +199,15 @@ class JobRunner:
         self._unstage(staging)
         if job.finish_part():
             self._queue.complete(job, size)
+
+    def _give_encoding_up(self, tasks: list[IoTask]) -> None:
+        """There is no memory for what tasks encode to: their blocks are not kept."""
+        self._notices.no_memory_to_encode()
+        for task in tasks:
+            job, size = task.job
+            job.outcomes[task.blocks] = Outcome.FAILED
+            if job.finish_part():
+                self._queue.complete(job, size)
 
     def _unstage(self, staging: Staging) -> None:
         with self._parts:

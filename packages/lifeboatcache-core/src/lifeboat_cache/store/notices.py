@@ -60,3 +60,11 @@ class Notices:
                 "configure smaller blocks in the engine",
                 size,
             )
+
+    def no_memory_to_encode(self) -> None:
+        """Say that the system has no memory for what is encoded."""
+        if self.news("staging"):
+            _log.warning(
+                "LifeboatCache: blocks are not kept, the system has no memory to encode them: "
+                "free memory, or raise the limit of this process"
+            )

@@ -46,10 +46,14 @@ class StagingArea:
     ----------
     start
         Called with tasks that have their memory, outside all locks.
+    failed
+        Called with tasks for which the system has none, outside all locks.
     """
 
-    def __init__(self, start: Callable[[list[IoTask]], None]) -> None:
-        self._start = start
+    def __init__(
+        self, start: Callable[[list[IoTask]], None], failed: Callable[[list[IoTask]], None]
+    ) -> None:
+        self._start, self._failed = start, failed
         self._lock = threading.Lock()
         self._waiting: deque[IoTask] = deque()
         self._kept: list[npt.NDArray[np.uint8]] = []
@@ -76,18 +80,25 @@ class StagingArea:
         self._go_on()
 
     def _go_on(self) -> None:
-        ready = []
+        ready: list[IoTask] = []
+        lost: list[IoTask] = []
         with self._lock:
             while self._waiting:
                 task = self._waiting[0]
                 size = _bytes_of(task)
                 if self._used and self._used + size > _LIMIT_BYTES:
                     break
-                task.staging = self._memory(size)
+                try:
+                    task.staging = self._memory(size)
+                except (MemoryError, OSError):
+                    lost.append(self._waiting.popleft())
+                    continue
                 self._used += task.staging.nbytes
                 ready.append(self._waiting.popleft())
         if ready:
             self._start(ready)
+        if lost:
+            self._failed(lost)
 
     def _memory(self, size: int) -> npt.NDArray[np.uint8]:
         fitting = [kept for kept in self._kept if size <= kept.nbytes <= 2 * size]
