@@ -401,6 +401,24 @@ def test_a_store_without_memory_to_encode_in_ends(
 
 
 @pytest.mark.usefixtures("both_kernels")
+def test_what_cannot_be_accounted_for_ends_all_the_same(
+    make_store: Callable[..., BlockStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 300)
+    store = make_store(FP8, layouts=[layout])
+
+    def none_left(codec: int) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(store._policy.guard, "wants", none_left)
+    batch = BlockBatch(_keys(300), _rows(payloads), layout.tag)
+    assert _run(store.store, batch) == [Outcome.OK] * 300
+    out = np.zeros_like(payloads)
+    assert _run(store.load, BlockBatch(_keys(300), _rows(out), layout.tag)) == [Outcome.OK] * 300
+
+
+@pytest.mark.usefixtures("both_kernels")
 def test_closing_ends_stores_of_unknown_length(make_store: Callable[..., BlockStore]) -> None:
     layout = _layout(layers=8, pages=4, tokens=16, heads=4, dim=64)
     payloads = _payloads(layout, 64)

@@ -129,17 +129,17 @@ class JobRunner:
             for task in tasks:
                 task.outcomes[:] = Outcome.FAILED
         for task in tasks:
-            if isinstance(task.detail, Written):
-                task.detail.writer.settle(task.detail.entries)
-                if task.detail.staging is not None:
-                    self._unstage(task.detail.staging)
             job, size = task.job
             job.outcomes[task.blocks] = task.outcomes
             moved = 0
             try:
+                if isinstance(task.detail, Written):
+                    task.detail.writer.settle(task.detail.entries)
+                    if task.detail.staging is not None:
+                        self._unstage(task.detail.staging)
                 moved = self._account(job, task)
-            except Exception:  # such as no memory: what was moved was moved, and the job ends
-                _log.exception("LifeboatCache: counting I/O failed; please report this")
+            except Exception:  # a fault of ours, or no memory: neither this job nor others wait
+                _log.exception("LifeboatCache: accounting for I/O failed; please report this")
             if job.finish_part(moved):
                 self._queue.complete(job, size)
 
