@@ -125,6 +125,8 @@ def test_changes_need_what_only_the_page_knows(dashboard: Dashboard, home: Path)
     client = dashboard()
     csrf = csrf_of(client)
     form = {"theme": "dark", "back": "/targets", "csrf": csrf}
+    done = client.post("/theme", data={**form, "back": "//["})
+    assert (done.status_code, done.headers["location"]) == (303, "/")
     done = client.post("/theme", data=form)
     assert done.status_code == 303
     assert done.headers["location"] == "/targets"
@@ -133,6 +135,7 @@ def test_changes_need_what_only_the_page_knows(dashboard: Dashboard, home: Path)
         client.post("/theme", data={**form, "csrf": ""}),
         client.post("/theme", data={**form, "csrf": "0" * 64}),
         client.post("/theme", data=form, headers={"origin": "http://evil.example"}),
+        client.post("/theme", data=form, headers={"origin": "http://["}),
         client.post("/theme", data=form, headers={"sec-fetch-site": "cross-site"}),
         client.post("/api/contents/purge", json={"target": "x", "digest": "y"}),
     ):

@@ -74,7 +74,10 @@ def change_routes(source: Source, inventory: Inventory, pages: Pages) -> APIRout
     def theme(request: Request) -> Response:
         form = form_of(request)
         # Only the path: it must not lead to another machine.
-        back = urllib.parse.urlsplit(form.get("back", "/"))
+        try:
+            back = urllib.parse.urlsplit(form.get("back", "/"))
+        except ValueError:  # not what the page's form sends
+            back = urllib.parse.urlsplit("/")
         path = "/" + back.path.lstrip("/\\")
         answer = RedirectResponse(path + (f"?{back.query}" if back.query else ""), status_code=303)
         chosen = form.get("theme", "")

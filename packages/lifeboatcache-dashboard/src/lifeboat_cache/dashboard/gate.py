@@ -161,7 +161,7 @@ class Gate:
 
     def _refuse_forged(self, headers: _Headers, session: str, given: str) -> None:
         origin = headers.one("origin")
-        if origin and urllib.parse.urlsplit(origin).netloc.lower() != headers.one("host").lower():
+        if origin and _netloc(origin) != headers.one("host").lower():
             raise RefusedError(403, "the request comes from another page: use the dashboard's own")
         if headers.one("sec-fetch-site") not in ("", "same-origin", "none"):
             raise RefusedError(403, "the request comes from another page: use the dashboard's own")
@@ -192,6 +192,14 @@ class _Headers:
                     found, _, content = part.strip().partition("=")
                     if found == name:
                         return content
+        return ""
+
+
+def _netloc(origin: str) -> str:
+    """Host and port of an ``Origin`` header, in lower case; empty if it names none."""
+    try:
+        return urllib.parse.urlsplit(origin).netloc.lower()
+    except ValueError:  # a bracket without its other half
         return ""
 
 
