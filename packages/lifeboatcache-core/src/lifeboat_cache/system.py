@@ -20,6 +20,9 @@ __all__ = ["DARWIN", "advise", "boot_seconds", "io_memory", "name_process", "usa
 #: Whether this is macOS.
 DARWIN = sys.platform == "darwin"
 
+#: Python has no name for it.
+_MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
+
 _Advice = Literal["willneed", "dontneed", "random"]
 
 
@@ -58,12 +61,13 @@ def io_memory(size: int) -> npt.NDArray[np.uint8]:
     Returns
     -------
     uint8 ``(size,)``
-        On a page boundary, zeros. A forked child does not have it.
+        On a page boundary, zeros. A forked child finds zeros there.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A child that shared it would have every page copied that is written to meanwhile.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        number = getattr(mmap, advice, None)
+    # A child that shared it would have every page copied that is written to meanwhile. One that
+    # had nothing there (MADV_DONTFORK) would put something else there, and lose that as soon as
+    # it let go of the array.
+    for number in (getattr(mmap, "MADV_HUGEPAGE", None), _MADV_WIPEONFORK):
         if number is not None:
             try:
                 pages.madvise(number)
