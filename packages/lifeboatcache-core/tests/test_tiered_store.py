@@ -358,6 +358,58 @@ def test_stores_are_not_slowed_down_by_what_waits_to_be_copied(
 # --- where blocks are found -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("what", ["first", "second", "next"])
+def test_a_load_that_there_is_no_memory_to_divide_ends(
+    tiers: dict[str, Tier],
+    open_ladder: Open,
+    namespace: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    for tier, numbers in ((tiers["nvme"], range(6)), (tiers["nfs"], range(3, 12))):
+        alone = tier.alone(namespace)
+        assert set(StoreDriver(alone).store(numbers)) == {OK}
+        alone.close()
+    driver = open_ladder(tiers["nvme"], tiers["nfs"])
+    fails_at = {"first": 1, "second": 2, "next": 3}[what]
+    if what == "next":
+        tiers["nvme"].break_()  # what it does not give is asked of the other one
+    calls = [0]
+    take = BlockBatch.take
+
+    def short(self: BlockBatch, blocks: npt.NDArray[np.int64]) -> BlockBatch:
+        calls[0] += 1
+        if calls[0] == fails_at:
+            raise MemoryError
+        return take(self, blocks)
+
+    monkeypatch.setattr(BlockBatch, "take", short)
+    outcomes = driver.load(range(12))
+    assert calls[0] >= fails_at
+    assert OK in outcomes[6:] or what != "next"
+    assert set(outcomes) != {OK}
+    assert driver.driven.drain(60)
+    monkeypatch.undo()
+    # What could not be read on the first target is a miss from then on.
+    assert driver.load(range(3, 12)) == [OK] * 9
+
+
+def test_a_store_that_there_is_no_memory_to_pass_on_ends(
+    tiers: dict[str, Tier], open_ladder: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = open_ladder(tiers["nvme"], tiers["nfs"])
+    tiers["nvme"].break_()
+
+    def none_left(self: BlockBatch, blocks: npt.NDArray[np.int64]) -> BlockBatch:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockBatch, "take", none_left)
+        assert driver.store(range(4)) == [Outcome.FAILED] * 4
+    assert driver.driven.drain(60)
+    assert driver.store(range(4)) == [OK] * 4
+
+
 def test_blocks_are_found_wherever_they_are(
     tiers: dict[str, Tier], open_ladder: Open, namespace: Namespace
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ from lifeboat_cache.store.member import Member
 from lifeboat_cache.store.write_modes import WriteMode, store_order
 
 __all__ = ["Ladder"]
+
+_log = logging.getLogger("lifeboat_cache")
 
 _Rows = npt.NDArray[np.int64]
 
@@ -83,23 +87,23 @@ class Ladder:
         def done(part: Job) -> None:
             outcomes = part.outcomes
             _put(job, rows, outcomes)
-            self._note(batch, outcomes)
-            rest = np.flatnonzero(~np.isin(outcomes, _FINAL))
-            if rest.shape[0] and not self.cancelling:
+            with self._finishing(job, part.bytes_moved):
+                self._note(batch, outcomes)
+                job.in_codec(part.codec)
+                if follow and (good := outcomes == Outcome.OK).any():
+                    self._copier.stored(member, _keys(batch, good))
+                rest = np.flatnonzero(~np.isin(outcomes, _FINAL))
+                if not rest.shape[0] or self.cancelling:
+                    return
                 left = (*tried, member)
                 order = [one for one in store_order(members, mode) if one not in left]
                 if not order:  # a fallback, say
                     order = [one for one in members if one.usable and one not in left]
                 if order:
-                    job.add_parts(1)
                     at = rest if rows is None else rows[rest]
-                    self._store_on(job, batch.take(rest), at, order[0], members, mode, left, follow)
-            if follow:
-                good = outcomes == Outcome.OK
-                if good.any():
-                    self._copier.stored(member, _keys(batch, good))
-            job.in_codec(part.codec)
-            self._desk.finish_part(job, part.bytes_moved)
+                    more = batch.take(rest)
+                    job.add_parts(1)
+                    self._store_on(job, more, at, order[0], members, mode, left, follow)
 
         self._start(member, "store", batch, done)
 
@@ -111,7 +115,6 @@ class Ladder:
 
         def done(part: Job) -> None:
             outcomes = part.outcomes
-            self._note(batch, outcomes)
             with self._merging:
                 mine = job.outcomes
                 # In order of preference: stored, there already, whatever else.
@@ -120,8 +123,9 @@ class Ladder:
                 mine[better] = outcomes[better]
                 more = max(0, part.bytes_moved - moved[0])
                 moved[0] += more
-            job.in_codec(part.codec)
-            self._desk.finish_part(job, more)
+            with self._finishing(job, more):
+                self._note(batch, outcomes)
+                job.in_codec(part.codec)
 
         for member in order:
             self._start(member, "store", batch, done)
@@ -135,11 +139,12 @@ class Ladder:
 
     def load(self, job: Job, members: Sequence[Member], *, promote: bool) -> None:
         """Start a load from members, the fastest first."""
-        if not job.batch.buffers.writable:
-            job.outcomes[:] = Outcome.MISMATCH
-        else:
+        job.outcomes[:] = Outcome.MISSING
+        with self._finishing(job):
+            if not job.batch.buffers.writable:
+                job.outcomes[:] = Outcome.MISMATCH
+                return
             answering = tuple(one for one in members if one.answering() is not None)
-            job.outcomes[:] = Outcome.MISSING
             hidden = self._copier.hidden(job.batch.keys)
             if hidden is not None:
                 rows = np.flatnonzero(~hidden)
@@ -150,7 +155,6 @@ class Ladder:
                 self._load_from(job, job.batch, None, answering, promote)
             elif answering:
                 self._distribute(job, job.batch, None, answering, promote)
-        self._desk.finish_part(job)
 
     def _distribute(
         self,
@@ -173,12 +177,11 @@ class Ladder:
             rest = rest[~here]
             if not mine.shape[0]:
                 continue
+            part, at = batch, rows
+            if mine.shape[0] < len(batch):
+                part, at = batch.take(mine), mine if rows is None else rows[mine]
             job.add_parts(1)
-            if mine.shape[0] == len(batch):
-                self._load_from(job, batch, rows, members[number:], promote)
-            else:
-                at = mine if rows is None else rows[mine]
-                self._load_from(job, batch.take(mine), at, members[number:], promote)
+            self._load_from(job, part, at, members[number:], promote)
 
     def _load_from(
         self,
@@ -194,18 +197,32 @@ class Ladder:
         def done(part: Job) -> None:
             outcomes = part.outcomes
             _put(job, rows, outcomes)
-            member.speed.note(part.bytes_moved, part.seconds)
-            good = outcomes == Outcome.OK
-            if len(members) > 1 and not self.cancelling and not good.all():
-                rest = np.flatnonzero(~good)
-                at = rest if rows is None else rows[rest]
-                self._distribute(job, batch.take(rest), at, members[1:], promote)
-            if promote and good.any():
-                self._copier.loaded(member, _keys(batch, good))
-            job.in_codec(part.codec)
-            self._desk.finish_part(job, part.bytes_moved)
+            with self._finishing(job, part.bytes_moved):
+                member.speed.note(part.bytes_moved, part.seconds)
+                job.in_codec(part.codec)
+                good = outcomes == Outcome.OK
+                if promote and good.any():
+                    self._copier.loaded(member, _keys(batch, good))
+                if len(members) > 1 and not self.cancelling and not good.all():
+                    rest = np.flatnonzero(~good)
+                    at = rest if rows is None else rows[rest]
+                    self._distribute(job, batch.take(rest), at, members[1:], promote)
 
         self._start(member, "load", batch, done)
+
+    @contextmanager
+    def _finishing(self, job: Job, moved: int = 0) -> Iterator[None]:
+        """Finish a part of a job in the end, whatever goes wrong.
+
+        Whoever gave the job would wait for ever otherwise, or would use its memory while another
+        part of it is still under way.
+        """
+        try:
+            yield
+        except Exception:  # a fault of ours, or no memory: what is not done is missing
+            _log.exception("LifeboatCache: a part of a job was lost; please report this")
+        finally:
+            self._desk.finish_part(job, moved)
 
     def _start(
         self, member: Member, kind: str, batch: BlockBatch, done: Callable[[Job], None]
@@ -219,6 +236,8 @@ class Ladder:
                 return
             except StoreClosedError:
                 pass
+            except Exception:  # such as no memory: it has not taken the part on
+                _log.exception("LifeboatCache: a target refused blocks; please report this")
         refused = Job("store" if kind == "store" else "load", batch, done)
         refused.outcomes[:] = Outcome.DISABLED if kind == "store" else Outcome.MISSING
         refused.finish_part()

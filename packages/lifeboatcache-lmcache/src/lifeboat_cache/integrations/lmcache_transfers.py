@@ -102,6 +102,9 @@ class Stores:
         except _REFUSED as exc:
             self._say(f"objects are not kept: {exc}")
             whole.part(False, 0)
+        except Exception:  # the memory of other parts is in use until these have ended
+            _log.exception("LifeboatCache: a store could not be started; please report this")
+            whole.part(False, 0)
 
     def _finish(
         self,
@@ -182,6 +185,9 @@ class Loads:
             )
         except _REFUSED as exc:
             self._say(f"objects are not loaded: {exc}")
+            whole.part(False, 0)
+        except Exception:  # the memory of other parts is in use until these have ended
+            _log.exception("LifeboatCache: a load could not be started; please report this")
             whole.part(False, 0)
 
     def _finish(
