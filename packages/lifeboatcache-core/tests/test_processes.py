@@ -292,6 +292,7 @@ def test_forked_child_is_told_to_open_its_own_store(open_driver: Open) -> None:
         # Nor does it end what is its parent's.
         store = driver.block_store
         closed = store.close() and store.drain() and store.state is State.CLOSED
+        store.purge()
         os.write(report, said + b" %d" % closed)
         os._exit(0)
     said = os.read(result, 1000)

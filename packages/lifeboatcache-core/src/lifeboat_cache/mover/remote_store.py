@@ -596,7 +596,8 @@ class RemoteStore:
 
     def purge(self) -> None:
         """Remove the namespace from the target, once the store is closed; returns at once."""
-        self._client.purge()
+        if self._process == os.getpid():
+            self._client.purge()
 
     def _after_fork(self) -> None:
         """In a forked child: the threads stayed with the parent, and with them the locks."""

@@ -537,7 +537,8 @@ class BlockStore:
 
         For namespaces that nobody can serve any more. Faults are swallowed.
         """
-        self._storage.purge()
+        if self._process == os.getpid():  # a forked child must not take what its parent uses
+            self._storage.purge()
 
     def _let_go(self) -> None:
         self._policy.close()

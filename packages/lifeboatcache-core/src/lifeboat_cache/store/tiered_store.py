@@ -552,6 +552,8 @@ class TieredStore:
 
     def purge(self) -> None:
         """Remove the namespace from every target; see :meth:`Store.purge`."""
+        if self._process != os.getpid():
+            return
         for member in (*self._members, *self._gone):
             member.purge()
 
