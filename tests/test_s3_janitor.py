@@ -190,6 +190,30 @@ def test_segment_that_is_mostly_dead_is_rewritten(
     assert shelf.held() == [5, 6, 7]
 
 
+@pytest.mark.parametrize("when", ["moved", "later"])
+def test_what_is_deleted_while_it_is_moved_does_not_come_back(
+    shelf: Shelf, janitor: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(janitor_module, "_LEAST_DEAD_BYTES", BLOCK)
+    name = shelf.segment(range(8))
+    shelf.bury(name, range(5))
+
+    def step(what: str) -> None:
+        if what == when:  # told by an engine that knows it where it was
+            shelf.bury(name, [6])
+
+    one = janitor(on_step=step)
+    assert one.run_once().copied_blocks == 3
+    step("later")
+    one.run_once()
+    assert shelf.held() == [5, 7]
+    before = sum(1 for _ in shelf.client.objects(shelf.names.feed(shelf.folder)))
+    one.run_once()
+    assert shelf.held() == [5, 7]
+    # It is said once.
+    assert sum(1 for _ in shelf.client.objects(shelf.names.feed(shelf.folder))) <= before
+
+
 def test_what_is_all_dead_goes_and_corrupt_records_are_not_moved(
     shelf: Shelf, janitor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from lifeboat_cache.janitor import Janitor, JanitorPolicy, copying
 from lifeboat_cache.janitor.steps import rewriting
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.store import block_store
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver, flip_byte, sample_records
@@ -301,3 +302,60 @@ def test_a_merge_keeps_the_order_of_writing(root: Path, namespace: Namespace) ->
     assert (np.diff(times) >= 0).all()
     positions = [int(entry["position"]) for entry in entries]
     assert positions == [256, 512, 768, 1024] * 18
+
+
+@pytest.mark.parametrize("when", ["copy", "copied", "marked", "later"])
+def test_what_is_deleted_while_it_is_copied_does_not_come_back(
+    root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    # An engine that does not hear of copies yet.
+    monkeypatch.setattr(block_store, "_TAIL_S", 3600.0)
+    for number in range(20):
+        leave(root, [Block(number, family=number + 1)], namespace, SIZE)
+    store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1)
+    assert store.wait_recovered(60)
+    driver = StoreDriver(store, size=SIZE)
+    clock = Clock()
+    one = janitor(root, clock)
+    left = [when]
+
+    def step(name: str) -> None:
+        if name in left:
+            left.clear()
+            assert driver.delete([3, 4]) == [True, True]
+            assert store.drain(60)
+
+    one.estate.on_step = step
+    assert one.run_once().copied_blocks == 20
+    step("later")
+    assert not left
+    assert store.close()
+    run_until_quiet(one, clock)
+    again = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1)
+    assert again.wait_recovered(60)
+    expected = [MISSING if number in (3, 4) else OK for number in range(20)]
+    assert StoreDriver(again, size=SIZE).load(range(20)) == expected
+    assert again.close()
+    assert verified(root) == 18
+
+
+def test_what_is_purged_while_it_is_copied_does_not_come_back(
+    root: Path, namespace: Namespace
+) -> None:
+    for number in range(20):
+        leave(root, [Block(number, family=number + 1)], namespace, SIZE)
+    clock = Clock()
+    one = janitor(root, clock)
+    left = ["copy"]
+
+    def step(name: str) -> None:
+        if name in left:
+            left.clear()
+            (kept,) = FilesystemTarget(root).purge(namespace.hex).kept
+            assert "in use by" in kept[1]  # whom the copies belong to
+
+    one.estate.on_step = step
+    assert one.run_once().copied_blocks > 0
+    assert not left
+    run_until_quiet(one, clock)
+    assert verified(root) == 0

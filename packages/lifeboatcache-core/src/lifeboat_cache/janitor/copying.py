@@ -47,6 +47,8 @@ class Copied:
         safe on disk, or because they are corrupt.
     places
         Per segment written: slots, and when these records were last used.
+    moves
+        What was copied: from which segment and slot, and to which writer, number and slot.
     writer
         Name of the writer that holds the copies; empty if there are none.
     failed
@@ -55,6 +57,7 @@ class Copied:
 
     done: list[tuple[Segment, list[int]]] = field(default_factory=list)
     places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    moves: list[tuple[Segment, int, str, int, int]] = field(default_factory=list)
     writer: str = ""
     failed: list[Segment] = field(default_factory=list)
 
@@ -303,11 +306,11 @@ class _Copier:
             if outcome != Outcome.OK:
                 continue
             done.append(old[number])
-            place = int(chosen["segment"][number])
+            place, slot = int(chosen["segment"][number]), int(chosen["slot"][number])
             self._files.add(place)
-            self.copied.places.setdefault(place, []).append(
-                (int(chosen["slot"][number]), used[number])
-            )
+            self.copied.places.setdefault(place, []).append((slot, used[number]))
+            name = self._writer.writer.hex()
+            self.copied.moves.append((segment, old[number], name, place, slot))
             self._report.copied_blocks += 1
             self._report.copied_bytes += pieces[number].nbytes
         return all(outcome == Outcome.OK for outcome in outcomes)

@@ -16,6 +16,7 @@ from lifeboat_cache.format.header import HEADER_BYTES
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
 from lifeboat_cache.janitor.accesses import AccessFolder
 from lifeboat_cache.janitor.catalogue import Catalogue, Segment
+from lifeboat_cache.janitor.copies import Copies
 from lifeboat_cache.janitor.kinship import kinship
 from lifeboat_cache.janitor.lease import JanitorLease
 from lifeboat_cache.janitor.policy import JanitorClock, JanitorPolicy
@@ -78,6 +79,8 @@ class Estate:
         What is known, by the names of their directories.
     strange
         Bytes in namespaces of which nothing is known.
+    copies
+        Where records were copied to lately.
     report, now
         Of the run under way; see :meth:`begin`.
     on_step
@@ -101,6 +104,7 @@ class Estate:
         self.lease = JanitorLease(self.root)
         self.namespaces: dict[str, Household] = {}
         self.strange: dict[str, int] = {}
+        self.copies = Copies()
         self.report = JanitorReport()
         self.now = 0.0
         self.no_holes = False

@@ -72,7 +72,7 @@ class Janitor:
         self._expirer = Expirer(estate)
         self._reclaimer = Reclaimer(estate)
         self._evictor = Evictor(estate, self._reclaimer)
-        self._rewriter = Rewriter(estate)
+        self._rewriter = Rewriter(estate, self._burier)
         self._tidier = Tidier(estate)
         self._lock_fd = -1
         self._doomed: list[tuple[Segment, Bools]] = []

@@ -208,7 +208,7 @@ class Inventory:
         held.segments = dict(
             sorted(held.segments.items(), key=lambda item: (item[1].name.time, item[0]))
         )
-        self._mark(held)
+        self.mark(held)
 
     def _identify(self, held: HeldNamespace) -> None:
         data = self._read(self._names.document(held.directory))
@@ -285,7 +285,7 @@ class Inventory:
         return True
 
     @staticmethod
-    def _mark(held: HeldNamespace) -> None:
+    def mark(held: HeldNamespace) -> None:
         """Mark what is declared dead."""
         for segment in held.segments.values():
             segment.doomed = False

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lifeboat_cache.codecs.names import codec_name
 from lifeboat_cache.format.journal import Entries
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
+from lifeboat_cache.janitor.copies import Copies
 from lifeboat_cache.janitor.policy import JanitorClock, JanitorPolicy
 from lifeboat_cache.janitor.report import JanitorReport
 from lifeboat_cache.janitor.rows import Bools, padded
@@ -29,6 +30,7 @@ from lifeboat_cache.s3.moving import Removal, move_records
 from lifeboat_cache.s3.names import FeedName
 from lifeboat_cache.s3.slices import pack_slice
 from lifeboat_cache.s3.uses import NodeUses, SharedUses
+from lifeboat_cache.store.records import tombstones_at
 from lifeboat_cache.targets.layout import new_writer_id
 
 __all__ = ["BucketJanitor"]
@@ -145,6 +147,7 @@ class BucketJanitor:
         self._orphans_at = self._surveyed_at = float("-inf")
         self._suspects: dict[str, set[str]] = {}
         self._doomed_left = 0
+        self._copies = Copies()
         self._report = JanitorReport()
 
     def run_once(self, *, dry_run: bool = False) -> JanitorReport:
@@ -187,6 +190,8 @@ class BucketJanitor:
         for held in self._inventory.namespaces.values():
             report.problems += held.problems
             self._shared.read(held)
+            if not dry_run:
+                self._bury_copies(held)
         report.used_before = self._inventory.size
         plan = self._plan()
         if not dry_run:
@@ -340,6 +345,9 @@ class BucketJanitor:
         report.copied_bytes += moved.bytes
         report.corrupt_blocks += moved.corrupt
         self._step("moved")
+        for (writer, number, slot), (owner, there, at) in moved.places.items():
+            origin, copy = (writer.hex(), number), (owner.hex(), there)
+            self._copies.add(origin, [(slot, at)], copy, self._clock.monotonic())
         if moved.places:
             self._shared.moved(held, moved.places)
         kept = {id(removal.segment) for removal in removals if removal.kept.any()}
@@ -385,10 +393,43 @@ class BucketJanitor:
                 if any(still):
                     kept.append(tombstones[np.array(still)])
         if kept:
-            self._number += 1
-            name = FeedName(int(self._client.now()), self._writer, self._number, 0, "dead")
-            data = pack_slice(held.digest, name.writer, name.number, np.concatenate(kept))
-            self._client.put(self._names.in_feed(held.directory, name), data)
+            self._declare_dead(held, np.concatenate(kept))
+
+    def _declare_dead(self, held: HeldNamespace, tombstones: Entries) -> None:
+        self._number += 1
+        name = FeedName(int(self._client.now()), self._writer, self._number, 0, "dead")
+        data = pack_slice(held.digest, name.writer, name.number, tombstones)
+        self._client.put(self._names.in_feed(held.directory, name), data)
+        held.dead[name] = tombstones
+
+    def _bury_copies(self, held: HeldNamespace) -> None:
+        """Declare copies dead of what has been declared dead where it was."""
+        copies = self._copies
+        copies.forget(self._clock.monotonic())
+        keys: list[bytes] = []
+        places: list[tuple[bytes, int, int]] = []
+        done: list[tuple[tuple[str, int], int]] = []
+        for tombstones in held.tombstones():
+            for key, owner, number, slot in zip(
+                tombstones["key"].tolist(),
+                tombstones["payload_checksum"].tolist(),
+                tombstones["segment"].tolist(),
+                tombstones["slot"].tolist(),
+                strict=True,
+            ):
+                origin = owner.hex(), number
+                for (writer, there), slots in copies.of(origin, [slot]).items():
+                    done.append((origin, slot))
+                    keys += [key] * len(slots)
+                    places += [(bytes.fromhex(writer), there, at) for at in slots]
+        if not places:
+            return
+        writers, numbers, slots_there = zip(*places, strict=True)
+        table = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 32)
+        self._declare_dead(held, tombstones_at(table, writers, numbers, slots_there))
+        self._inventory.mark(held)
+        for origin, slot in done:
+            copies.drop(origin, slot)
 
     def _delete_objects(self, keys: Iterable[str]) -> None:
         left = self._client.delete(keys)

@@ -18,33 +18,46 @@ class Burier:
         self._estate = estate
 
     def run(self) -> None:
-        """Set the dead bits of what tombstones name."""
-        self._estate.step("bury")
+        """Set the dead bits of what tombstones name, and of copies that were made of it."""
+        estate = self._estate
+        estate.step("bury")
+        estate.copies.forget(estate.now)
         plan = DeadBits()
-        for namespace in self._estate.namespaces.values():
+        for namespace in estate.namespaces.values():
             writers = namespace.catalogue.writers
             for writer in writers.values():
                 if writer.untouchable:
                     continue
                 for place, slots in list(writer.tombstones.items()):
-                    segment = self._named(writers, *place)
-                    if segment is None:
-                        if self._gone(writers, *place):
-                            del writer.tombstones[place]
-                        continue
-                    wanted = np.array(sorted(slots), dtype=np.int64)
-                    try:
-                        dead = segment.bitmap.read()
-                    except NewerFormatError:
-                        continue
-                    there = (wanted < dead.shape[0]) & (
-                        dead[np.minimum(wanted, dead.shape[0] - 1)] if dead.shape[0] else False
-                    )
-                    if there.all():
+                    every = {**estate.copies.of(place, slots), place: slots}
+                    done = [self._bury(plan, writers, *one) for one in every.items()]
+                    if all(done):
                         del writer.tombstones[place]
-                    else:
-                        plan.slots.append((segment, wanted[~there]))
-        self._estate.report.buried_blocks += self._estate.mark(plan)
+        estate.report.buried_blocks += estate.mark(plan)
+
+    def _bury(
+        self,
+        plan: DeadBits,
+        writers: dict[str, Writer],
+        place: tuple[str, int],
+        slots: set[int],
+    ) -> bool:
+        """Have the dead bits of slots set; whether there is nothing to do any more."""
+        segment = self._named(writers, *place)
+        if segment is None:
+            return self._gone(writers, *place)
+        wanted = np.array(sorted(slots), dtype=np.int64)
+        try:
+            dead = segment.bitmap.read()
+        except NewerFormatError:
+            return False
+        there = (wanted < dead.shape[0]) & (
+            dead[np.minimum(wanted, dead.shape[0] - 1)] if dead.shape[0] else False
+        )
+        if there.all():
+            return True
+        plan.slots.append((segment, wanted[~there]))
+        return False
 
     @staticmethod
     def _named(writers: dict[str, Writer], owner: str, number: int) -> Segment | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from lifeboat_cache.errors import FormatError, LifeboatError
 from lifeboat_cache.janitor.catalogue import Catalogue, Segment
-from lifeboat_cache.janitor.copying import copy_segments
+from lifeboat_cache.janitor.copying import Copied, copy_segments
 from lifeboat_cache.janitor.estate import DeadBits, Estate, Household
 from lifeboat_cache.janitor.policy import MOST_INTERVAL_S
+from lifeboat_cache.janitor.steps.burying import Burier
 from lifeboat_cache.outcome import Outcome
+from lifeboat_cache.targets.files import is_gone
 
 __all__ = ["Rewriter"]
 
@@ -20,8 +24,9 @@ _LENT_BYTES = 256 << 20
 class Rewriter:
     """Copies what is live out of sparse segments, and out of many small ones."""
 
-    def __init__(self, estate: Estate) -> None:
+    def __init__(self, estate: Estate, burier: Burier) -> None:
         self._estate = estate
+        self._burier = burier
         self._copies: list[tuple[float, int]] = []  # whose originals are not reclaimed yet
 
     def run(self) -> None:
@@ -133,10 +138,37 @@ class Rewriter:
                     namespace.folder.carry(segment, table[:, 0], table[:, 1])
             self._estate.write_summary(namespace)
         self._estate.step("summarized")
-        plan = DeadBits()
+        plan = self._note(namespace, copied)
         for segment, slots in copied.done:
             plan.slots.append((segment, np.array(slots, dtype=np.int64)))
         self._estate.mark(plan)
+        if copied.moves:
+            self._burier.run()  # also what tombstones name that came meanwhile
         good = len(chosen) - len(copied.failed)
         report.compacted_segments += min(sparse, good)
         report.merged_segments += max(0, good - sparse)
+
+    def _note(self, namespace: Household, copied: Copied) -> DeadBits:
+        """Note where records are now; copies of what has died meanwhile are to die, too."""
+        estate = self._estate
+        plan = DeadBits()
+        moves: dict[tuple[int, str, int], list[tuple[int, int]]] = {}
+        origins: dict[int, Segment] = {}
+        for segment, slot, name, number, there in copied.moves:
+            origins[id(segment)] = segment
+            moves.setdefault((id(segment), name, number), []).append((slot, there))
+        for (which, name, number), pairs in moves.items():
+            origin = origins[which]
+            mine = origin.writer.name, origin.number
+            estate.copies.add(mine, pairs, (name, number), estate.now)
+            writer = namespace.catalogue.writers.get(name)
+            copy = None if writer is None else writer.segments.get(number)
+            if copy is None:
+                continue
+            table = np.array(pairs, dtype=np.int64)
+            dead = origin.rows.array["marked"][origin.rows.at(table[:, 0])] > 0
+            with contextlib.suppress(OSError):  # it cannot be known whether it is there
+                if is_gone(origin.path):  # by somebody who had no use for any of it
+                    dead[:] = True
+            plan.slots.append((copy, table[:, 1][dead]))
+        return plan
