@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -727,3 +728,28 @@ def test_one_port_for_two_services_that_do_not_meet(text: str, tmp_path: Path) -
     file = tmp_path / "x.yaml"
     file.write_text(text)
     assert load_config(file, {"HOME": str(tmp_path)}).config
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="a pipe that nobody writes to"):
+        load_config(pipe, {"HOME": str(tmp_path)})
+    # One that somebody writes to is read to its end, as the shell's <(...) is.
+    reading, writing = os.pipe()
+    writer = threading.Timer(0.1, lambda: (os.write(writing, b"dashboard: {port: 9500}"),
+                                           os.close(writing)))  # fmt: skip
+    writer.start()
+    loaded = load_config(Path(f"/dev/fd/{reading}"), {"HOME": str(tmp_path)})
+    writer.join()
+    os.close(reading)
+    assert loaded.config.dashboard.port == 9500
+
+
+def test_a_file_of_another_kind_is_not_read_to_its_end(tmp_path: Path) -> None:
+    large = tmp_path / "model.safetensors"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)
+    for path in (large, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="longer than 1,048,576 bytes"):
+            load_config(path, {"HOME": str(tmp_path)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ Location = tuple[str | int, ...]
 
 # A configuration has some dozens of values; aliases of aliases could make billions.
 _MAX_VALUES = 100_000
+# It is some kilobytes long. What is longer is another file, and would take long to parse.
+_MOST_BYTES = 1 << 20
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
@@ -50,6 +54,27 @@ def key_path(location: Location) -> str:
     return text
 
 
+def _content(path: Path) -> bytes:
+    """What is in a file, without waiting for ever. Raises ``OSError`` or ``ConfigError``."""
+    # Opening a pipe waits for somebody who writes to it otherwise.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    raw = b""
+    try:
+        os.set_blocking(fd, True)
+        while len(raw) <= _MOST_BYTES and (more := os.read(fd, _MOST_BYTES)):
+            raw += more
+        if not raw and stat.S_ISFIFO(os.fstat(fd).st_mode):
+            raise ConfigError(f"{path}: a pipe that nobody writes to. Name a file.")
+    finally:
+        os.close(fd)
+    if len(raw) > _MOST_BYTES:
+        raise ConfigError(
+            f"{path}: longer than {_MOST_BYTES:,} bytes, which no configuration is. "
+            "Name the configuration file."
+        )
+    return raw
+
+
 def read_yaml(path: Path, raw: bytes | None = None) -> Document:
     """Read the mapping in the YAML file ``path``.
 
@@ -70,7 +95,7 @@ def read_yaml(path: Path, raw: bytes | None = None) -> Document:
     import yaml
 
     try:
-        raw = path.read_bytes() if raw is None else raw
+        raw = _content(path) if raw is None else raw
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: there is no such file. "
