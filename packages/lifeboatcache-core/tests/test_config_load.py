@@ -727,7 +727,8 @@ def test_the_public_names_are_sorted_and_there() -> None:
 def test_one_port_for_two_services_that_do_not_meet(text: str, tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(text)
-    assert load_config(file, {"HOME": str(tmp_path)}).config
+    found = load_config(file, {"HOME": str(tmp_path)}).config
+    assert (found.dashboard.port == 9402) is ("9402" in text)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -737,8 +738,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         load_config(pipe, {"HOME": str(tmp_path)})
     # One that somebody writes to is read to its end, as the shell's <(...) is.
     reading, writing = os.pipe()
-    writer = threading.Timer(0.1, lambda: (os.write(writing, b"dashboard: {port: 9500}"),
-                                           os.close(writing)))  # fmt: skip
+
+    def write() -> None:
+        with os.fdopen(writing, "wb") as file:
+            file.write(b"dashboard: {port: 9500}")
+
+    writer = threading.Timer(0.1, write)
     writer.start()
     loaded = load_config(Path(f"/dev/fd/{reading}"), {"HOME": str(tmp_path)})
     writer.join()

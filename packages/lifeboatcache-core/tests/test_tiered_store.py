@@ -19,7 +19,7 @@ from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.codecs.names import FP8, LBQ4, RAW
 from lifeboat_cache.errors import StoreClosedError
 from lifeboat_cache.interface import Job, Lookup, Namespace, Outcome, State, Store
-from lifeboat_cache.store import copier, member, speedometer, tiered_store
+from lifeboat_cache.store import copier, member, speedometer, tiered_store, write_modes
 from lifeboat_cache.store.tiered_store import TieredStore, Tiering
 from lifeboat_cache.store.write_modes import WriteMode
 from lifeboat_cache.testing import StoreDriver, flip_byte, sample_keys
@@ -337,11 +337,10 @@ def test_stores_are_not_slowed_down_by_what_waits_to_be_copied(
     tiers["nfs"].break_()
     driver = open_ladder(tiers["nvme"], tiers["nfs"], mode="local_first")
     asked = [0]
-    below = copier.below
 
     def counted(members: Sequence[member.Member], source: member.Member) -> member.Member | None:
         asked[0] += 1
-        return below(members, source)
+        return write_modes.below(members, source)
 
     monkeypatch.setattr(copier, "below", counted)
     for number in range(200):
