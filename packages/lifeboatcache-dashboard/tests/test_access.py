@@ -158,6 +158,7 @@ def test_bodies_of_every_kind_are_refused_in_words(dashboard: Dashboard) -> None
         (400, client.post(path, content=b"{", headers=json)),
         (400, client.post(path, content=b"[" * 100_000, headers=json)),
         (400, client.post(path, content=b"\xff\xfe", headers=json)),
+        (400, client.post(path, content=b'{"target": "\\ud800", "digest": ""}', headers=json)),
         (413, client.post(path, content=b" " * (MAX_BODY + 1), headers=json)),
         (415, client.post(path, content=b"x", headers={**headers, "content-type": "text/xml"})),
         (422, client.post(path, json={"target": 7}, headers=headers)),

@@ -147,7 +147,9 @@ class Gate:
             given = given or next((value for name, value in form if name == "csrf"), "")
         elif kind == "application/json":
             try:
-                scope["state"]["json"] = json.loads(body)
+                scope["state"]["json"] = found = json.loads(body)
+                if b"\\u" in body:  # half a character can be neither shown nor written
+                    json.dumps(found, ensure_ascii=False).encode()
             except (ValueError, RecursionError):
                 raise RefusedError(400, "the body is not JSON: correct it") from None
         elif body or kind:
