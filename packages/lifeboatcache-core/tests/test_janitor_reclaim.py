@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import struct
@@ -9,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,6 +251,42 @@ def test_a_tombstone_sets_the_bit_and_then_its_journal_can_go(
     assert len(names(root, "journal")) == 1
     assert open_driver().load(range(4)) == [OK, MISSING, MISSING, OK]
     assert verified(root) == 2
+
+
+def test_a_tombstone_waits_for_files_that_cannot_be_looked_at(
+    open_driver: Open, root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(root, chain(0, 4), namespace)
+    (owner,) = {name[:32] for name in names(root, "segment")}
+    driver = open_driver()
+    assert driver.delete([1, 2]) == [True, True]
+    assert driver.block_store.close()
+    scandir = os.scandir
+
+    class Unseen:
+        """An entry of a directory on a disk that fails."""
+
+        def __init__(self, entry: os.DirEntry[str]) -> None:
+            self.name, self.path = entry.name, entry.path
+
+        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+            raise OSError(errno.EIO, "Input/output error")
+
+    @contextlib.contextmanager
+    def failing(path: Path) -> Iterator[list[Any]]:
+        with scandir(path) as listing:
+            yield [Unseen(e) if e.name.startswith(owner) else e for e in listing]
+
+    clock = Clock()
+    one = janitor(root, clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", failing)
+        for _ in range(3):
+            one.run_once()
+            clock.tick(100)
+    assert dead_of(root) == 0
+    run_until_quiet(one, clock)
+    assert open_driver().load(range(4)) == [OK, MISSING, MISSING, OK]
 
 
 def test_readers_are_told_of_new_dead_bits(root: Path, namespace: Namespace) -> None:

@@ -71,4 +71,5 @@ class Burier:
     def _gone(writers: dict[str, Writer], owner: str, number: int) -> bool:
         """Whether a tombstone's record does not exist any more."""
         writer = writers.get(owner)
-        return writer is None or number not in writer.segments
+        # Of one that cannot be looked at now it is not known what there is.
+        return writer is None or not (writer.untouchable or number in writer.segments)
