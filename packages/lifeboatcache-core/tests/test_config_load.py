@@ -327,6 +327,8 @@ TIER = "storage: {{tiers: [{{name: a, type: filesystem, path: /a, {0}}}]}}"
             ),
         ),
         ("eviction: {max_age: 30}", "eviction.max_age: 30 has no unit. Allowed: 0, or up to"),
+        ("eviction: {max_age: '30.'}", "eviction.max_age: '30.' has no unit. Allowed: 0, or up to"),
+        ("eviction: {max_age: 1d12}", "eviction.max_age: '1d12' is not a duration. Allowed: 0, or"),
         ("eviction: {max_age: 20y}", "'20y' is not a duration: there is no unit 'y'."),
         (
             TIER.format("file_mode: 0644"),

@@ -16,11 +16,11 @@ _MAX_AGE_S = 10 * 366 * 86400
 
 
 def _age(value: object) -> object:
+    seconds = to_seconds(value)
     # Whoever writes 30 may mean days, and would lose what is older than half a minute.
-    plain = str(value).strip() if isinstance(value, (int, float, str)) else ""
-    if plain[-1:].isdigit() and float(plain) != 0 and not isinstance(value, bool):
+    if seconds != 0 and not str(value).strip()[-1:].isalpha():
         raise ValueError(f"{value!r} has no unit")
-    return to_seconds(value)
+    return seconds
 
 
 class Eviction(Section):
