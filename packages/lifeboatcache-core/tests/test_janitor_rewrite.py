@@ -19,7 +19,7 @@ from lifeboat_cache.janitor import Janitor, JanitorPolicy, copying
 from lifeboat_cache.janitor.steps import rewriting
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.outcome import Outcome
-from lifeboat_cache.store import block_store
+from lifeboat_cache.store import keeper
 from lifeboat_cache.store.block_store import BlockStore
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 from lifeboat_cache.testing import StoreDriver, flip_byte, sample_records
@@ -309,7 +309,7 @@ def test_what_is_deleted_while_it_is_copied_does_not_come_back(
     root: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     # An engine that does not hear of copies yet.
-    monkeypatch.setattr(block_store, "_TAIL_S", 3600.0)
+    monkeypatch.setattr(keeper, "_TAIL_S", 3600.0)
     for number in range(20):
         leave(root, [Block(number, family=number + 1)], namespace, SIZE)
     store = BlockStore(namespace, [FilesystemTarget(root)], io_workers=1)
