@@ -13,7 +13,7 @@ from typing import Any
 
 import tiny_llama
 
-__all__ = ["Handed", "hand_over"]
+__all__ = ["Handed", "hand_over", "takes_fp8_kv"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +111,11 @@ def hand_over(
     per_worker = core.get_kv_cache_configs(config, specs, [memory] * len(specs), *groups)
     kv_cache_config = core.generate_scheduler_kv_cache_config(per_worker)
     return Handed(config, kv_cache_config, build_offloading_config(config, kv_cache_config))
+
+
+def takes_fp8_kv() -> bool:
+    """Whether vLLM takes fp8 KV on this processor."""
+    import torch
+
+    supported = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(supported)
