@@ -26,7 +26,7 @@ TOKENS = 1024
 
 def until(ask: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
     """Ask again until the answer is right; processes publish every 2 s."""
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 300
     while not right(answer := ask()):
         assert time.monotonic() < give_up, f"still {answer}"
         time.sleep(0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from lifeboat_cache import kernels
 from lifeboat_cache.codecs.blocks import decode_block, encode_block
 from lifeboat_cache.codecs.layout import KVLayout, TensorLayout
 from lifeboat_cache.codecs.names import (
@@ -37,7 +39,7 @@ from lifeboat_cache.interface import (
     Outcome,
     block_keys,
 )
-from lifeboat_cache.store import staging
+from lifeboat_cache.store import keeper, staging
 from lifeboat_cache.targets.filesystem import FilesystemTarget
 
 _NAMESPACE = Namespace.from_identity({"test": "codecs"})
@@ -481,3 +483,45 @@ def test_what_a_codec_makes_small_is_read_by_as_many_tasks(
     back = np.zeros_like(payloads)
     assert _run(store.load, BlockBatch(keys, _rows(back), layout.tag)) == [Outcome.OK] * 64
     assert len(tasks) in (3, 4)  # 8 MiB by three threads
+
+
+def test_what_is_stored_is_waited_for_while_kernels_are_loaded(
+    make_store: Callable[..., BlockStore],
+    kernels_on: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    layout = _layout()
+    payloads = _payloads(layout, 4)
+    batch = BlockBatch(_keys(4), _rows(payloads), layout.tag)
+    first = make_store(FP8, layouts=[layout])
+    assert _run(first.store, batch) == [Outcome.OK] * 4
+    first.close()
+    there = threading.Event()
+
+    def slowly(home: Path | None = None) -> bool:
+        there.wait(30)
+        monkeypatch.setattr(kernels, "_ready", True)
+        return True
+
+    monkeypatch.setattr(kernels, "_ready", False)
+    monkeypatch.setattr(kernels, "load", slowly)
+    monkeypatch.setattr(keeper, "_KERNELS_S", 0.01)
+    stores = [BlockStore(_NAMESPACE, [FilesystemTarget(tmp_path / name)]) for name in ("kv", "no")]
+    later, empty = stores
+    try:
+        later.describe(layout)
+        assert empty.wait_recovered(10)  # there is nothing to wait for
+        while len(later) < 4:
+            time.sleep(0.01)
+        assert not later.wait_recovered(0.3)
+        assert set(later.lookup(_keys(4)).tolist()) == {Lookup.RETRY}
+        there.set()
+        assert later.wait_recovered(10)
+        assert set(later.lookup(_keys(4)).tolist()) == {Lookup.HIT}
+        out = np.zeros_like(payloads)
+        assert _run(later.load, BlockBatch(_keys(4), _rows(out), layout.tag)) == [Outcome.OK] * 4
+    finally:
+        there.set()
+        for store in stores:
+            store.close()

@@ -43,15 +43,17 @@ class Follower:
         self._integrity_key = integrity_key
         self._stop = stop
 
-    def recover(self) -> None:
-        """Take in all that is there, and when it was used."""
+    def recover(self) -> int:
+        """Take in all that is there, and when it was used; returns how many blocks there are."""
         started = time.monotonic()
         self.follow(recovering=True)
         reader = self._storage.reader
         if reader is not None:
             self._index.apply_accesses(reader.accesses())
-        self._counters.add(recovered_blocks=len(self._index))
+        blocks = len(self._index)
+        self._counters.add(recovered_blocks=blocks)
         self._counters.add_seconds("recovery", time.monotonic() - started)
+        return blocks
 
     def follow(self, *, recovering: bool) -> None:
         """Take in what other writers have journaled since the last time."""

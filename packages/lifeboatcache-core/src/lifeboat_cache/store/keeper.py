@@ -27,8 +27,10 @@ _TAIL_S = 2.0
 #: How often accesses are written down, in seconds.
 _ACCESS_S = 20.0
 
-#: Recovery waits so many seconds for compiled kernels to be loaded.
+#: Recovery waits so many seconds for compiled kernels to be loaded …
 _KERNELS_S = 1.0
+#: … and so many more where blocks are stored: without kernels most of them would be missed.
+_MORE_KERNELS_S = 20.0
 
 
 class Keeper:
@@ -106,7 +108,8 @@ class Keeper:
             if not self._finder.find() or self._stop.is_set():
                 return
             companion.tick()
-            self.follower.recover()
+            if self.follower.recover():
+                self._kernels.wait(_MORE_KERNELS_S)
             with self._storage.lock:
                 if self._storage.state is State.RECOVERING:
                     self._storage.state = State.READY

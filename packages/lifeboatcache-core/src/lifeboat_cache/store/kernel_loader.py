@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from lifeboat_cache import kernels
 from lifeboat_cache.store.executor import Executor
 
 __all__ = ["KernelLoader"]
+
+#: How often it is looked whether kernels are there, in seconds.
+_LOOK_S = 0.02
 
 
 class KernelLoader:
@@ -39,6 +43,14 @@ class KernelLoader:
                 return
             self._thread = loader
         loader.join(wait_s)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until what is being loaded is there, or cannot be had, or the store is closed."""
+        end = time.monotonic() + timeout
+        loader = self._thread
+        while loader is not None and loader.is_alive() and time.monotonic() < end:
+            if self._stop.wait(_LOOK_S):
+                return
 
     def _upgrade(self) -> None:
         if kernels.load() and not self._stop.is_set():
