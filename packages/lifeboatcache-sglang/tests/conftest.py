@@ -43,6 +43,12 @@ def _no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lifeboat_cache.agent.ensure_agent", lambda home, **options: there)
 
 
+@pytest.fixture(autouse=True)
+def _weights_are_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that another test has changed are not changed in this one."""
+    monkeypatch.setattr("lifeboat_cache.integrations.sglang_epoch._has_changed", False)
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """LifeboatCache's home, with a configuration that stores exactly."""

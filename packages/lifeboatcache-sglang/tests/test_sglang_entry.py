@@ -64,6 +64,10 @@ assert hasattr(ServerArgs.resolve_once, "_lifeboat_activation") is SWITCHED_ON
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import kv_cache_builder
 assert hasattr(kv_cache_builder.build_kv_cache, "_lifeboat_fallback") is SWITCHED_ON
+import importlib
+from lifeboat_cache.integrations import sglang_epoch
+for module, _, _ in sglang_epoch._METHODS:  # watched even where we are off
+    importlib.import_module(module)
 assert not any(type(finder).__name__ == "_Watch" for finder in sys.meta_path)
 print("launched")
 """
