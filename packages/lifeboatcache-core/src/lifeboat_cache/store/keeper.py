@@ -30,7 +30,7 @@ _ACCESS_S = 20.0
 #: Recovery waits so many seconds for compiled kernels to be loaded …
 _KERNELS_S = 1.0
 #: … and so many more where blocks are stored: without kernels most of them would be missed.
-_MORE_KERNELS_S = 20.0
+_MORE_KERNELS_S = 10.0
 
 
 class Keeper:
