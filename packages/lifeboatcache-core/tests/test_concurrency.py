@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lifeboat_cache.outcome import Lookup, Outcome
 from lifeboat_cache.store import executor, keeper
+from lifeboat_cache.store.storing import Storing
 from lifeboat_cache.targets import segment_writer
 from lifeboat_cache.testing import StoreDriver
 
@@ -79,6 +81,38 @@ def test_storing_loading_and_deleting_at_once(
     outcomes = again.store(range(KEYS))
     assert set(outcomes) <= {Outcome.OK, Outcome.PRESENT}
     assert again.load(range(KEYS)) == [Outcome.OK] * KEYS
+
+
+def test_stores_are_planned_one_after_the_other_and_loads_do_not_wait_for_them(
+    open_driver: Callable[..., StoreDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Side by side, all plans would be done late, and the device idle until then.
+    driver = open_driver(io_workers=4)
+    assert driver.store(range(4)) == [Outcome.OK] * 4
+    planning, most, begun, go_on = [0], [0], threading.Event(), threading.Event()
+    plan = Storing.plan
+
+    def watched(*arguments: Any) -> Iterator[Any]:
+        planning[0] += 1
+        most[0] = max(most[0], planning[0])
+        begun.set()
+        assert go_on.wait(60)
+        yield from plan(*arguments)
+        planning[0] -= 1
+
+    monkeypatch.setattr(Storing, "plan", watched)
+    stores = [
+        threading.Thread(target=driver.store, args=(range(at, at + 4),)) for at in (10, 20, 30)
+    ]
+    for thread in stores:
+        thread.start()
+    assert begun.wait(60)
+    assert driver.load(range(4)) == [Outcome.OK] * 4
+    go_on.set()
+    for thread in stores:
+        thread.join(60)
+    assert most == [1]
+    assert driver.load([*range(10, 14), *range(30, 34)]) == [Outcome.OK] * 8
 
 
 def test_deletion_by_another_store_wins_only_over_the_record_it_saw(

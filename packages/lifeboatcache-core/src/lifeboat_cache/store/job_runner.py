@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lifeboat_cache.batch import BlockBatch
 from lifeboat_cache.codecs.names import codec_name
@@ -81,10 +82,11 @@ class JobRunner:
         self.executor = Executor(io_workers, self._finish_tasks, integrity_key)
         self._staging = StagingArea(self.executor.submit, self._give_encoding_up)
         self._parts = threading.Lock()  # of what is staged
+        self._turns = {"store": threading.Lock(), "load": threading.Lock()}  # to plan
 
     def start(self, job: Job, reserved: int, size: int) -> None:
         """Cut a job into tasks and run them."""
-        batch, reader = job.batch, self._storage.reader
+        batch = job.batch
         plan = self._storing.plan if job.kind == "store" else partial(self._loading.plan, {})
         part_bytes = self.executor.part_bytes(size)
         progress = new_progress()
@@ -92,25 +94,33 @@ class JobRunner:
             for first in range(0, len(batch), _WINDOW):
                 last = min(first + _WINDOW, len(batch))
                 window = batch if last - first == len(batch) else batch.window(first, last)
-                for tasks in plan(window, job.outcomes[first:last], part_bytes):
-                    job.add_parts(len(tasks))
-                    for task in tasks:
-                        task.blocks += first
-                        task.job = (job, reserved)
-                    if tasks and tasks[0].kind == "encode":
-                        self._staging.submit(tasks)
-                        continue
-                    for task in tasks:
-                        task.progress = progress
-                    if reader is not None and job.kind == "load":
-                        reader.fetch(tasks, self.executor.submit, self._finish_tasks)
-                    else:
-                        self.executor.submit(tasks)
+                # Of several that shared the interpreter, all would be done at the same time, and
+                # until then the device had nothing to do.
+                with self._turns[job.kind]:
+                    for tasks in plan(window, job.outcomes[first:last], part_bytes):
+                        job.add_parts(len(tasks))
+                        for task in tasks:
+                            task.blocks += first
+                            task.job = (job, reserved)
+                        self._hand_over(tasks, progress)
         except Exception:  # a fault of ours: the rest fails, the engine goes on
             _log.exception("LifeboatCache: planning a job failed; please report this")
             job.outcomes[job.outcomes == Outcome.PENDING] = Outcome.FAILED
         progress[2] = 1
         self._queue.finish(job, reserved)
+
+    def _hand_over(self, tasks: list[IoTask], progress: npt.NDArray[np.int64]) -> None:
+        """Have tasks of one kind run."""
+        if tasks and tasks[0].kind == "encode":
+            self._staging.submit(tasks)
+            return
+        for task in tasks:
+            task.progress = progress
+        reader = self._storage.reader
+        if reader is not None and tasks and tasks[0].kind == "load":
+            reader.fetch(tasks, self.executor.submit, self._finish_tasks)
+        else:
+            self.executor.submit(tasks)
 
     def _finish_tasks(self, tasks: list[IoTask]) -> None:
         """Take finished tasks of one kind, whatever has become of them."""
