@@ -187,6 +187,42 @@ def test_foreign_directory(namespace: Namespace, root: Path) -> None:
     assert os.listdir(root) == ["thesis.tex"]
 
 
+def test_lost_marker_is_made_again_where_nothing_is_but_namespaces(
+    open_driver: Open, namespace: Namespace, root: Path
+) -> None:
+    # Who empties a directory in use takes the marker, while an engine makes its namespace's.
+    driver = open_driver()
+    assert driver.store(range(4)) == [OK] * 4
+    assert driver.block_store.close()
+    whole = (root / ROOT_MARKER).read_bytes()
+    (root / ROOT_MARKER).unlink()
+    (root / ("0" * 32)).mkdir()
+    assert [info.digest for info in FilesystemTarget(root).namespaces()] != []
+    assert not (root / ROOT_MARKER).exists()  # who only looks makes nothing
+    driver = open_driver()
+    assert driver.load(range(4)) == [OK] * 4
+    assert driver.store([4]) == [OK]
+    assert (root / ROOT_MARKER).read_bytes() == whole
+
+
+@pytest.mark.parametrize("where", ["in-a-namespace", "beside", "link", "file"])
+def test_lost_marker_is_not_made_again_beside_what_is_not_ours(
+    open_driver: Open, namespace: Namespace, root: Path, tmp_path: Path, where: str
+) -> None:
+    assert open_driver().store([1]) == [OK]
+    (root / ROOT_MARKER).unlink()
+    if where == "in-a-namespace":
+        (root / namespace.directory / "thesis.tex").write_text("years of work")
+    elif where == "beside":
+        (root / "thesis.tex").write_text("years of work")
+    elif where == "link":
+        (root / ("0" * 32)).symlink_to(tmp_path)
+    else:
+        (root / ("0" * 32)).write_text("a checksum")
+    assert "holds other files" in refused(namespace, FilesystemTarget(root))
+    assert not (root / ROOT_MARKER).exists()
+
+
 @pytest.mark.parametrize(
     "marker", [b"", b"{", b"\xff\xfe", b"[]", b'{"format": null}', b"[" * 100_000, b"{}"]
 )

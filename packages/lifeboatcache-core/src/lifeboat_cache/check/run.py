@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -27,11 +26,15 @@ from lifeboat_cache.format.header import FORMAT_VERSION
 from lifeboat_cache.integrity import IDENTITY_FIELD, IntegrityKey
 from lifeboat_cache.namespace import Namespace
 from lifeboat_cache.system import usable_cpus
-from lifeboat_cache.targets.layout import ROOT_MARKER, USAGE_FILE, check_root, write_atomically
+from lifeboat_cache.targets.layout import (
+    NAMESPACE_NAME,
+    ROOT_MARKER,
+    USAGE_FILE,
+    check_root,
+    write_atomically,
+)
 
 __all__ = ["CheckedTarget", "check_targets", "namespace_directories"]
-
-_DIRECTORY = re.compile(r"[0-9a-f]{32}")
 
 #: More threads than this hardly read a disk any faster.
 _MOST_THREADS = 8
@@ -55,7 +58,7 @@ def namespace_directories(root: Path) -> list[str]:
             return sorted(
                 entry.name
                 for entry in listing
-                if _DIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                if NAMESPACE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
             )
     except OSError:
         return []
@@ -193,14 +196,14 @@ class _Run:
         except ForeignDataError:
             if not namespace_directories(root):
                 raise
-            there = (root / ROOT_MARKER).exists()
-            marker = Finding(
-                "root-marker",
-                "fault",
-                ROOT_MARKER,
-                f"the file that marks the directory is {'damaged' if there else 'missing'}: "
-                "no engine uses the directory",
-            )
+            state = "damaged" if (root / ROOT_MARKER).exists() else "missing"
+            effect = "no engine uses the directory"
+        else:
+            state = "" if (root / ROOT_MARKER).exists() else "missing"
+            effect = "it is made again when something is stored"
+        if state:
+            detail = f"the file that marks the directory is {state}: {effect}"
+            marker = Finding("root-marker", "fault", ROOT_MARKER, detail)
             report.findings.append(marker)
         strangers = _strangers(root)
         for name in strangers if self._only is None else ():

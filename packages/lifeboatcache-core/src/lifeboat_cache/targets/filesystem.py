@@ -40,6 +40,7 @@ from lifeboat_cache.targets.files import (
 )
 from lifeboat_cache.targets.layout import (
     DEAD_GENERATION,
+    NAMESPACE_NAME,
     SILLY_RENAMES,
     SUMMARY_WRITER,
     FileName,
@@ -80,9 +81,6 @@ _LEAST_SHARE = 4 << 20
 _MOST_SHARE = 256 << 20
 #: At least so many writers are reckoned with, whether they are known or just starting.
 _LEAST_WRITERS = 8
-
-#: Name of a namespace's directory: the first half of its digest.
-_DIRECTORY = re.compile(r"[0-9a-f]{32}")
 
 #: A namespace's full digest, or the half that names the directory.
 _DIGEST = re.compile(r"[0-9a-f]{32}(?:[0-9a-f]{32})?")
@@ -533,7 +531,7 @@ class FilesystemTarget(Target):
                 names = [
                     entry.name
                     for entry in listing
-                    if _DIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                    if NAMESPACE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
                 ]
         except OSError:
             return []

@@ -40,6 +40,7 @@ __all__ = [
     "FILE_MODE",
     "JANITOR_LEASE",
     "JANITOR_LOCK",
+    "NAMESPACE_NAME",
     "ROOT_MARKER",
     "SILLY_RENAMES",
     "SUMMARY_WRITER",
@@ -66,6 +67,9 @@ SILLY_RENAMES = ".nfs"
 #: In whose name the janitor keeps the access log that sums up the others. No process
 #: has this identity.
 SUMMARY_WRITER = bytes(16)
+
+#: How the directory of a namespace is called: the first half of its digest.
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 
 _NAME = re.compile(
     r"(?P<writer>[0-9a-f]{32})\.(?:(?P<segment>[0-9]{8})\.)?"
@@ -144,6 +148,20 @@ def _replace(temporary: Path, path: Path, data: bytes) -> None:
             raise
 
 
+def _is_namespace(path: Path) -> bool:
+    """Whether it is a namespace's directory, with nothing in it that is not ours."""
+    if not NAMESPACE_NAME.fullmatch(path.name):
+        return False
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return False
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return True  # removed just now: it is no stranger
+    ours = ("namespace.json", DEAD_GENERATION)
+    return all(n in ours or n.startswith(".") or parse_name(n) is not None for n in names)
+
+
 def check_root(root: Path, *, create: bool) -> bool:
     """Make sure that ``root`` is a directory of ours in a format we know.
 
@@ -152,7 +170,8 @@ def check_root(root: Path, *, create: bool) -> bool:
     root
         The target's directory.
     create
-        Create and mark it if it is missing or empty.
+        Create and mark it if it is missing or empty, or holds namespaces and nothing else: who
+        empties a directory in use takes the marker, and a namespace is made at that moment.
 
     Returns
     -------
@@ -201,16 +220,16 @@ def check_root(root: Path, *, create: bool) -> bool:
         names = None if is_gone(root) else os.listdir(root)
         # What a filesystem or a concurrent first start puts there does not count.
         ours = ("lost+found", USAGE_FILE)
-        strangers = [n for n in names or () if n not in ours and not n.startswith(".")]
+        found = [n for n in names or () if n not in ours and not n.startswith(".")]
+        strangers = [name for name in found if not _is_namespace(root / name)]
         if strangers and is_gone(marker):
             raise ForeignDataError(
                 f"{root} holds other files ({strangers[0]!r}, …): choose an empty directory"
             )
-        if names is None and not create:
-            return False
-        if create:
-            make_directory(root, parents=True)
-            write_atomically(marker, json.dumps({"format": FORMAT_VERSION}).encode() + b"\n")
+        if not create:
+            return bool(found)
+        make_directory(root, parents=True)
+        write_atomically(marker, json.dumps({"format": FORMAT_VERSION}).encode() + b"\n")
     except OSError as exc:
         if isinstance(exc, TargetError):
             raise
@@ -219,4 +238,4 @@ def check_root(root: Path, *, create: bool) -> bool:
             f"{root} cannot be created or written ({exc.strerror}): choose a writable path, "
             "or correct its owner and mode",
         ) from exc
-    return create
+    return True
