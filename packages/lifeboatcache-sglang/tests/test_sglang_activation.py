@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
+from lifeboat_cache import kernels
 from lifeboat_cache.integrations import (
     sglang_activation,
     sglang_memory,
@@ -628,6 +630,31 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, home: Path) -> Any:
     switched: list[Any] = []
     monkeypatch.setattr(sglang_fallback, "_switch_off", switched.append)
     return SimpleNamespace(server_args=SimpleNamespace(**{DECISION: {}}), switched=switched)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_scheduler_that_uses_us_loads_kernels_while_it_loads_its_model(
+    monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from lifeboat_cache.integrations import sglang_kernels
+
+    loaded = threading.Event()
+
+    def init_model_worker(self: Any) -> bool:
+        # The model is not waited for.
+        return loaded.wait(60) if on else not loaded.is_set()
+
+    monkeypatch.setattr(Scheduler, "init_model_worker", init_model_worker)
+    monkeypatch.setattr(kernels, "load", loaded.set)
+    sglang_kernels.install()
+    wrapped = Scheduler.init_model_worker
+    sglang_kernels.install()
+    assert Scheduler.init_model_worker is wrapped
+    args = SimpleNamespace(**({DECISION: {}} if on else {}))
+    assert wrapped(SimpleNamespace(server_args=args))
+    assert loaded.is_set() == on
 
 
 def test_a_scheduler_that_cannot_build_the_cache_goes_on_without(

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from sglang_rig import BACKEND, Case, Restored, Rig
 
+from lifeboat_cache.integrations import sglang_engine_store
+from lifeboat_cache.store.follower import Follower
+
 Attach = Callable[..., Rig]
 
 EVERYWHERE = [
@@ -254,6 +257,7 @@ def test_three_threads_at_once_get_no_wrong_byte(attach: Attach) -> None:
         while not stop.is_set():
             if ours.batch_exists(hashes) != case.pages:
                 problems.append("a page was not found")
+            time.sleep(0.001)  # else each step of the others' waits 5 ms for the interpreter
 
     def keep() -> None:
         turn = 0
@@ -336,6 +340,62 @@ def test_calls_after_the_end_are_misses(attach: Attach) -> None:
     assert ours.batch_exists_v2(hashes).kv_hit_pages == 0
     assert not ours.batch_set(hashes, [])
     ours.close()
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Stores do not end recovering before the event is set."""
+    go_on, recover = threading.Event(), Follower.recover
+
+    def late(self: Follower) -> bool:
+        assert go_on.wait(60)
+        return recover(self)
+
+    monkeypatch.setattr(Follower, "recover", late)
+    return go_on
+
+
+class Asked(threading.Thread):
+    """How many pages are there, asked by another thread than that which schedules."""
+
+    def __init__(self, rig: Rig, hashes: list[str]) -> None:
+        super().__init__(daemon=True)
+        self.rig, self.hashes, self.pages = rig, hashes, -1
+        self.start()
+
+    def run(self) -> None:
+        self.pages = self.rig.ours.batch_exists(self.hashes)
+
+
+def test_a_lookup_waits_for_a_store_that_recovers(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case()
+    with attach(case) as before:
+        assert before.store() == case.pages
+    go_on = held_up(monkeypatch)
+    monkeypatch.setattr(sglang_engine_store, "_LOOKUP_S", 60.0)
+    rig = attach(case)
+    hashes = rig.hashes()
+    assert rig.ours.batch_exists(hashes) == 0  # the thread that schedules
+    asked = Asked(rig, hashes)
+    asked.join(0.2)
+    assert asked.is_alive()
+    go_on.set()
+    asked.join(60)
+    assert asked.pages == case.pages
+
+
+def test_lookups_wait_no_more_once_a_store_has_taken_too_long(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = held_up(monkeypatch)
+    monkeypatch.setattr(sglang_engine_store, "_LOOKUP_S", 60.0)
+    monkeypatch.setattr(sglang_engine_store, "_RECOVERY_S", 0.0)
+    rig = attach(Case())
+    asked = Asked(rig, rig.hashes())
+    asked.join(50)
+    assert asked.pages == 0
+    go_on.set()
 
 
 def test_indices_that_are_no_pages_are_refused(attach: Attach) -> None:

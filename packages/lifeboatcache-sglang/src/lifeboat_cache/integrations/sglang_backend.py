@@ -43,7 +43,7 @@ from lifeboat_cache.integrations.sglang_pools import describe_pool, flat_buffers
 from lifeboat_cache.integrations.sglang_prefixes import Hits, longest_run
 from lifeboat_cache.integrations.sglang_published import storage_metrics
 from lifeboat_cache.integrations.sglang_settings import SettingsError, read_settings
-from lifeboat_cache.interface import Lookup, Namespace, State, Store, require_interface
+from lifeboat_cache.interface import Namespace, State, Store, require_interface
 
 __all__ = ["LifeboatHiCacheStorage"]
 
@@ -184,12 +184,15 @@ class LifeboatHiCacheStorage(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many of the first pages are there without a gap; from memory."""
+        """How many of the first pages are there without a gap; from memory.
+
+        A second at most while the store recovers after a start.
+        """
         pool, store = self._pools.get(KV), self._kept.store
         if pool is None or store is None or not keys or not pool.pages.page_bytes:
             return 0
         wanted = pool.keys.keys(keys)
-        run = longest_run(store.lookup(wanted) == Lookup.HIT)
+        run = longest_run(self._kept.there(store, wanted))
         self._touch(store, pool, wanted[:run], extra_info)
         return run
 
@@ -227,7 +230,7 @@ class LifeboatHiCacheStorage(HiCacheStorage):
             if found is not None and found.pages.page_bytes:
                 asked += found.keys.keys(hashes)
             parts.append(slice(begin, len(asked)))
-        there = store.lookup(asked) == Lookup.HIT
+        there = self._kept.there(store, asked)
         if pool.pages.page_bytes:
             run = longest_run(there[parts[0]])
         else:

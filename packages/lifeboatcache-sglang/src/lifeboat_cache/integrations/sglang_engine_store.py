@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from lifeboat_cache.config import Config
@@ -17,7 +20,7 @@ from lifeboat_cache.integrations import sglang_epoch
 from lifeboat_cache.integrations.sglang_identity import find_namespace
 from lifeboat_cache.integrations.sglang_notice import show_stand_down
 from lifeboat_cache.integrations.sglang_published import Published
-from lifeboat_cache.interface import Namespace, Store, open_block_store
+from lifeboat_cache.interface import Lookup, Namespace, Store, open_block_store
 from lifeboat_cache.registry import attach
 
 __all__ = ["CLOSE_S", "EngineStore", "close_store"]
@@ -26,6 +29,14 @@ _log = logging.getLogger("lifeboat_cache")
 
 #: How long a call waits for the store to end, in seconds. SGLang gives its threads ten.
 CLOSE_S = 4.0
+
+#: After a start, a lookup waits so many seconds for the store to recover: SGLang's own patience
+#: with storage is not less …
+_LOOKUP_S = 1.0
+#: … but not once the store has been open for so many: storage may hang.
+_RECOVERY_S = 20.0
+#: How often it looks, in seconds.
+_LOOK_S = 0.01
 
 
 class EngineStore:
@@ -59,6 +70,7 @@ class EngineStore:
         self._epoch = ""
         self._epoch_used = False
         self._retired: list[Store] = []
+        self._recovered_by = 0.0
         self.store: Store | None = None
         self.reason = ""
         self.published = self._new_published()
@@ -85,6 +97,7 @@ class EngineStore:
         if self._config is None:
             raise RuntimeError("the backend stands down and opens no store")
         store = open_block_store(self._config, namespace)
+        self._recovered_by = time.monotonic() + _RECOVERY_S
         self.published = self._new_published()
         attach(store, self.published.facts)
         self._describe(store)
@@ -126,6 +139,23 @@ class EngineStore:
         threading.Thread(
             target=self._retire, args=(old,), name="lifeboat-retire", daemon=True
         ).start()
+
+    def there(self, store: Store, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which pages are there, bool ``(n,)``; while the store recovers it is waited for.
+
+        Not by the main thread, which schedules: there what is not known yet is not there.
+        """
+        give_up = min(time.monotonic() + _LOOKUP_S, self._recovered_by)
+        while True:
+            found = store.lookup(keys)
+            if (
+                not (found == Lookup.RETRY).any()
+                or time.monotonic() >= give_up
+                or threading.current_thread() is threading.main_thread()
+            ):
+                hits: npt.NDArray[np.bool_] = found == Lookup.HIT
+                return hits
+            time.sleep(_LOOK_S)
 
     def to_fill(self) -> Store | None:
         """The store for pages that exist now; it counts as used from here on.

@@ -115,7 +115,8 @@ def _activate() -> None:
 
 
 def _watch_schedulers() -> None:
-    from lifeboat_cache.integrations import sglang_fallback, sglang_staging
+    from lifeboat_cache.integrations import sglang_fallback, sglang_kernels, sglang_staging
 
     sglang_staging.install()
+    sglang_kernels.install()
     sglang_fallback.install()
