@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lifeboat_cache.outcome import Lookup, Outcome
-from lifeboat_cache.store import executor, keeper
+from lifeboat_cache.store import executor, job_runner, keeper
 from lifeboat_cache.store.storing import Storing
 from lifeboat_cache.targets import segment_writer
 from lifeboat_cache.testing import StoreDriver
@@ -87,6 +87,7 @@ def test_stores_are_planned_one_after_the_other_and_loads_do_not_wait_for_them(
     open_driver: Callable[..., StoreDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Side by side, all plans would be done late, and the device idle until then.
+    monkeypatch.setattr(job_runner, "_TURN_S", 60.0)
     driver = open_driver(io_workers=4)
     assert driver.store(range(4)) == [Outcome.OK] * 4
     planning, most, begun, go_on = [0], [0], threading.Event(), threading.Event()

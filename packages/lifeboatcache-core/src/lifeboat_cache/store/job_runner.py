@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,10 @@ _log = logging.getLogger("lifeboat_cache")
 #: of more than 500 elements, and beside an engine that computes in Python it costs up to
 #: 5 ms to win it back, each time.
 _WINDOW = 448
+
+#: A job is waited for so many seconds at most while it is being planned, which takes about one
+#: millisecond; a segment may have to be opened.
+_TURN_S = 0.05
 
 
 class JobRunner:
@@ -94,9 +100,7 @@ class JobRunner:
             for first in range(0, len(batch), _WINDOW):
                 last = min(first + _WINDOW, len(batch))
                 window = batch if last - first == len(batch) else batch.window(first, last)
-                # Of several that shared the interpreter, all would be done at the same time, and
-                # until then the device had nothing to do.
-                with self._turns[job.kind]:
+                with self._turn(job):
                     for tasks in plan(window, job.outcomes[first:last], part_bytes):
                         job.add_parts(len(tasks))
                         for task in tasks:
@@ -108,6 +112,21 @@ class JobRunner:
             job.outcomes[job.outcomes == Outcome.PENDING] = Outcome.FAILED
         progress[2] = 1
         self._queue.finish(job, reserved)
+
+    @contextmanager
+    def _turn(self, job: Job) -> Iterator[None]:
+        """Plan in turns, unless another job takes long over it.
+
+        Of several that shared the interpreter, all would be done at the same time, and until
+        then the device had nothing to do. What takes long is storage that hangs.
+        """
+        turn = self._turns[job.kind]
+        mine = turn.acquire(timeout=_TURN_S)
+        try:
+            yield
+        finally:
+            if mine:
+                turn.release()
 
     def _hand_over(self, tasks: list[IoTask], progress: npt.NDArray[np.int64]) -> None:
         """Have tasks of one kind run."""
