@@ -13,6 +13,7 @@ def test_names_are_those_of_the_files() -> None:
     assert {"vllm_overhead", "vllm_restore", "vllm_tier"} <= set(bench.bench_names())
 
 
+@pytest.mark.full
 def test_a_small_run_measures_ours_beside_the_peer_and_the_limits(
     tmp_path: Path,
     kernel_home: Path,

@@ -110,6 +110,7 @@ def wait_until_stored(server: VllmServer, prompts: int) -> None:
     until(lambda: stored(server) >= prompts * CHUNKS, f"{prompts} prompts are stored")
 
 
+@pytest.mark.full
 def test_kernels_come_while_a_server_runs_and_neither_needs_the_other(place: Place) -> None:
     place.configure()
     server = place.serve()

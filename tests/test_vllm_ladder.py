@@ -64,6 +64,7 @@ def _divergence(p: dict[str, float], q: dict[str, float]) -> float:
     return sum(math.exp(lp) * (lp - q.get(token, least)) for token, lp in p.items())
 
 
+@pytest.mark.full
 def test_restored_kv_is_close_and_the_ladder_changes_while_the_server_runs(
     start_server: StartServer, home: Path
 ) -> None:

@@ -90,6 +90,7 @@ def damage(launch: Launches) -> tuple[int, int]:
     return int(flipped["position"]) - CHUNK, lost
 
 
+@pytest.mark.full
 def test_damage_is_a_counted_miss_with_the_same_text(start_server: StartServer, home: Path) -> None:
     # In float32, since in bfloat16 the text depends on how many tokens are computed
     # together, with or without LifeboatCache.
