@@ -346,7 +346,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Stores do not end recovering before the event is set."""
     go_on, recover = threading.Event(), Follower.recover
 
-    def late(self: Follower) -> bool:
+    def late(self: Follower) -> int:
         assert go_on.wait(60)
         return recover(self)
 
