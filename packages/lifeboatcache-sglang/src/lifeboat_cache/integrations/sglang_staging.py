@@ -6,38 +6,26 @@ SGLang 0.5.23 stages 64 pages at a time. With pages of 64 tokens that is as much
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from lifeboat_cache.integrations.sglang_activation import decision_of
+from lifeboat_cache.integrations.sglang_schedulers import before_model
 
 __all__ = ["install"]
 
 _NAME = "_WRITE_BACK_STAGING_PAGE_CHUNK"
-_MARK = "_lifeboat_staging"
 _log = logging.getLogger("lifeboat_cache")
 
 
 def install() -> None:
     """Apply what the launch decided before this process allocates. Idempotent."""
-    from sglang.srt.managers.scheduler import Scheduler
+    before_model("_lifeboat_staging", _bound)
 
-    original: Callable[..., Any] = Scheduler.init_model_worker
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def init_model_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decision = decision_of(self.server_args)
-        if decision is not None and decision.get("staging_pages"):
-            bound(int(decision["staging_pages"]))
-        return original(self, *args, **kwargs)
-
-    setattr(init_model_worker, _MARK, True)
-    Scheduler.init_model_worker = init_model_worker
+def _bound(decision: dict[str, Any]) -> None:
+    if decision.get("staging_pages"):
+        bound(int(decision["staging_pages"]))
 
 
 def bound(pages: int) -> None:
